@@ -1,0 +1,61 @@
+# make demo   prompts → dataset with a real model on the CPU, one server crash included
+# make test   lint, types and tests
+# Both need nothing but Python ≥ 3.11 and make: they build .venv themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# uv from PATH, or a uv of our own inside .venv; never anything outside this folder.
+UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
+INSTALL := $(UV) pip install --quiet --python $(BIN)/python -c constraints.txt
+# What the demo does with Prefect stays in data/ as well.
+DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint unit check bench constraints clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 3
+
+demo: $(VENV)/.cpu
+	@$(DEMO_ENV) $(BIN)/promptmill run demo
+	@$(BIN)/promptmill show demo --random 1
+
+test: lint unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.dev
+	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "promptmill needs Python 3.11 or newer; name one with make PYTHON=…")'
+	@echo "making $(VENV) (a minute or two the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@test "$(UV)" != "$(BIN)/uv" || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+
+$(VENV)/.cpu: pyproject.toml constraints.txt | $(BIN)/python
+	@$(INSTALL) -e '.[cpu]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@$(INSTALL) -e '.[cpu,dev]'
+	@touch $@ $(VENV)/.cpu
+
+# Newest versions of everything, as names and versions only: an address of an index never gets in.
+constraints: $(VENV)/.dev
+	@for set in "cpu dev constraints.txt" "sglang sglang constraints-sglang.txt"; do \
+	  set -- $$set; \
+	  $(UV) pip compile --quiet --universal --python-version 3.11 pyproject.toml --extra $$1 --extra $$2 \
+	    --upgrade --no-emit-index-url --no-header --no-annotate -o $$3; \
+	  sed -i '1i # Names and versions only. Made by `make constraints`.' $$3; \
+	done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,147 @@
+"""A conversation becomes input ids; an answer's ids become reasoning and content.
+
+The model's own tokenizer class renders (some override `apply_chat_template`), and the ids are the record:
+text is derived from them, and reasoning ends at the first ids of its closing marker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from promptmill.errors import ConfigError, PromptRejected
+from promptmill.settings import ChatSettings
+from promptmill.types import Answer, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """An answer, taken apart. Neither text carries a marker."""
+
+    reasoning: str
+    content: str
+    reasoning_tokens: int
+    """Output ids up to and with the closing marker."""
+    flags: list[str]
+
+
+class ChatRenderer:
+    """Renders and splits for one model. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Any, settings: ChatSettings) -> None:
+        """Raises ConfigError for a template that is missing and markers that do not survive a round trip."""
+        self._tokenizer = tokenizer
+        self._template = _read_template(settings.template) if settings.template else None
+        self._kwargs = settings.template_kwargs
+        if self._template is None and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("the model has no chat template; name one in chat.template.")
+        self.open_ids = self._marker(settings.reasoning_open)
+        self.close_ids = self._marker(settings.reasoning_close)
+        self.vocabulary = len(tokenizer)
+
+    def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The input ids that ask for the next answer. Raises PromptRejected, with the template's words."""
+        ids = self._apply(messages, tools)
+        if tools and ids == self._apply(messages, None):
+            raise PromptRejected("tools_not_rendered", "the template renders this prompt without its tools")
+        if ids and max(ids) >= self.vocabulary:
+            raise PromptRejected("id_out_of_vocabulary", f"id {max(ids)} of {self.vocabulary}")
+        return ids
+
+    def render_text(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
+        return str(self._call(messages, tools, tokenize=False))
+
+    def split(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Split:
+        """Reasoning and content of an answer to a prompt."""
+        ids = list(output_ids)
+        opened = self._opened(prompt_ids)
+        skip = 0
+        if not opened and self.open_ids and ids[: len(self.open_ids)] == self.open_ids:
+            opened, skip = True, len(self.open_ids)
+        if not opened or not self.close_ids:
+            return Split("", self.decode(ids).strip(), 0, [])
+        at = _find(ids, self.close_ids)
+        if at is None:
+            return Split(self.decode(ids[skip:]).strip(), "", len(ids), ["reasoning_never_closed"])
+        after = at + len(self.close_ids)
+        content = self.decode(ids[after:]).strip()
+        return Split(self.decode(ids[skip:at]).strip(), content, after, [])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def fingerprint(self) -> str:
+        """Changes with the tokenizer's vocabulary, the template and its arguments."""
+        template = self._template or self._tokenizer.chat_template
+        probe = self._tokenizer("The 3 quick\n brown föxes 🦊", add_special_tokens=False)["input_ids"]
+        parts = (type(self._tokenizer).__name__, self.vocabulary, probe, template, self._kwargs)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def _apply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+        return [int(i) for i in self._call(messages, tools, tokenize=True)]
+
+    def _call(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, tokenize: bool) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=tokenize,
+                **({"return_dict": False} if tokenize else {}),
+                **self._kwargs,
+            )
+        # What a template raises depends on the template: its own refusal, or a field it did not expect.
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise PromptRejected("template_error", str(error) or type(error).__name__) from None
+
+    def _marker(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids = [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        back = self._tokenizer.decode(ids, skip_special_tokens=False)
+        if back != text:
+            raise ConfigError(
+                f"the reasoning marker {text!r} comes back from the tokenizer as {back!r}: "
+                "it is not this model's tokenizer, or not its marker (chat.reasoning_open, reasoning_close)."
+            )
+        return ids
+
+    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends inside reasoning: opened, with nothing but white space behind."""
+        if not self.open_ids:
+            return False
+        tail = list(prompt_ids[-len(self.open_ids) - 4 :])
+        at = _find(tail, self.open_ids)
+        if at is None:
+            return False
+        behind = tail[at + len(self.open_ids) :]
+        # Special tokens count: `<think></think>` is reasoning that was opened and closed.
+        return not str(self._tokenizer.decode(behind, skip_special_tokens=False)).strip()
+
+
+def as_message(answer: Answer) -> Message:
+    """An answer as the history of the next turn; whether its reasoning is shown is the template's choice."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return message
+
+
+def _find(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
+    n = len(wanted)
+    starts = (i for i in range(len(ids) - n + 1) if ids[i] == wanted[0])
+    return next((i for i in starts if list(ids[i : i + n]) == list(wanted)), None)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat.template {path!r}: cannot be read: {error}.") from None

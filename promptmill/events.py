@@ -1,0 +1,195 @@
+"""What happens in a run, told to whoever listens: the terminal, Prefect, a test.
+
+    with listening(print_event):
+        ...
+
+An event is a fact in one line (`str(event)`), with the numbers behind it as fields.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from promptmill.types import Manifest, Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base: something that a person would want to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(Event):
+    """A sentence without numbers that anybody needs."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Event):
+    manifest: Manifest
+    reused: bool
+
+    def __str__(self) -> str:
+        m = self.manifest
+        why = ", ".join(f"{n} {reason}" for reason, n in m.rejected.items())
+        rejected = f", {m.rows - m.prompts} rejected ({why})" if why else ""
+        again = "unchanged: " if self.reused else ""
+        return f"{m.partition}: {again}{m.prompts} prompts ({m.format}), {m.prompt_tokens:,} tokens{rejected}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launching(Event):
+    name: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"launching server {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Event):
+    name: str
+    facts: dict[str, Any]
+
+    def __str__(self) -> str:
+        told = {"slots": "requests at a time", "kv_tokens": "KV tokens", "context_tokens": "tokens a request"}
+        known = ", ".join(f"{self.facts[key]:,} {text}" for key, text in told.items() if self.facts.get(key))
+        return f"server {self.name} is ready after {self.facts['startup_s']:.1f} s" + (
+            f": {known}" if known else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Died(Event):
+    name: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"SERVER DIED: {self.name}: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class Relaunching(Event):
+    attempt: int
+    limit: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"relaunching ({self.attempt} of at most {self.limit}): {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp(Event):
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"giving up on the server: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming(Event):
+    done: int
+    pending: int
+
+    def __str__(self) -> str:
+        start = f"resuming: {self.done:,} already done, " if self.done else ""
+        return f"{start}{self.pending:,} to go"
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Event):
+    address: str
+    revision: str
+    new: bool
+    rows: dict[str, int]
+
+    def __str__(self) -> str:
+        if not self.new:
+            return f"nothing new: release {self.revision} at {self.address} stands"
+        rows = ", ".join(f"{n:,} {view}" for view, n in self.rows.items())
+        return f"released {self.revision}: {rows} → {self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One partition, now."""
+
+    partition: str
+    total: int
+    """Requests that this partition needs in all."""
+    done: int
+    in_flight: int
+    tokens: int
+    """Generated in this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures(Event):
+    """The whole mill, now. Sent about once a second while it runs."""
+
+    partitions: list[Progress]
+    tokens_per_s: float
+    seconds_left: float | None
+    in_flight: int
+
+    def __str__(self) -> str:
+        done = sum(p.done for p in self.partitions)
+        total = sum(p.total for p in self.partitions)
+        left = "" if self.seconds_left is None else f", about {duration(self.seconds_left)} left"
+        pace = f"{self.tokens_per_s:,.0f} tokens/s, {self.in_flight} in flight"
+        return f"{done:,} of {total:,} answered, {pace}{left}"
+
+
+@dataclass(frozen=True, slots=True)
+class Accounted(Event):
+    tallies: list[Tally] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = []
+        for tally in self.tallies:
+            counts = ", ".join(
+                f"{n} {status}" for status, n in tally.to_json().items() if n and status != "rows"
+            )
+            parts.append(f"{tally.partition}: {tally.rows} rows = {counts or 'none'}")
+        return "; ".join(parts)
+
+
+Listener = Callable[[Event], None]
+_listeners: list[Listener] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Every event of this process goes to `listener`, from the thread in which it happens."""
+    with _lock:
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.remove(listener)
+
+
+def tell(event: Event) -> None:
+    with _lock:
+        listeners = list(_listeners)
+    for listener in listeners:
+        listener(event)
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min`, `2 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,143 @@
+"""One request to a server: token ids in, token ids out, streamed.
+
+Success is a finish reason of stop or length, and nothing else. There is no total time-out: a long answer is
+not an error. Foreign exceptions end here and become ours, by one table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI, DefaultAioHttpClient
+
+from promptmill.errors import ConfigError, PromptRejected, ServerBusy, ServerError
+from promptmill.settings import SamplingSettings
+from promptmill.types import Completion
+
+OnTokens = Callable[[int], None]
+_TIMEOUT = openai.Timeout(None, connect=10.0)
+_ROW_FAULTS = {400, 413, 422}
+_SETUP_FAULTS = {401, 403, 404}
+_BUSY = {429, 502, 503, 504}
+
+# openai 2.8 stands on httpx and later ones on httpx2; a stream that breaks may raise theirs, unwrapped.
+_httpx_client = next(c for c in DefaultAioHttpClient.__mro__ if c.__name__ == "AsyncClient")
+_httpx: Any = importlib.import_module(_httpx_client.__module__.partition(".")[0])
+
+
+class ConnectionBroke(ServerError):
+    """The connection failed or ended early; whether the server died, its owner knows."""
+
+
+class OpenAIClient:
+    """An OpenAI-compatible server that takes and gives ids on /v1/completions, such as llama.cpp or vLLM."""
+
+    def __init__(self, url: str, api_key: str, served_model_name: str) -> None:
+        self._model = served_model_name
+        self._client = AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key=api_key or "none",
+            max_retries=0,  # retries have one owner: the mill
+            timeout=_TIMEOUT,
+            http_client=DefaultAioHttpClient(timeout=_TIMEOUT, trust_env=False),
+        )
+
+    async def __aenter__(self) -> OpenAIClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+    async def complete(
+        self,
+        input_ids: list[int],
+        sampling: SamplingSettings,
+        max_new_tokens: int,
+        sample: int,
+        on_tokens: OnTokens = lambda n: None,
+    ) -> Completion:
+        """Ask once. `on_tokens` hears of every group of new tokens.
+
+        Raises PromptRejected for a fault of the prompt, ServerBusy, ConfigError for a wrong key or path,
+        ConnectionBroke, and ServerError for what else a server may answer.
+        """
+        output_ids: list[int] = []
+        finish_reason = ""
+        prompt_tokens = -1
+        try:
+            stream: Any = await self._client.completions.create(
+                model=self._model,
+                prompt=input_ids,
+                max_tokens=max_new_tokens,
+                stream=True,
+                stream_options={"include_usage": True},
+                **_sampling_arguments(sampling, sample),
+            )
+            async for chunk in stream:
+                new = _chunk_ids(chunk)
+                if new:
+                    output_ids.extend(new)
+                    on_tokens(len(new))
+                if chunk.choices and chunk.choices[0].finish_reason:
+                    finish_reason = chunk.choices[0].finish_reason
+                if chunk.usage is not None:
+                    prompt_tokens = chunk.usage.prompt_tokens
+        except openai.APIStatusError as error:
+            raise _translate_status(error) from error
+        except (openai.APIConnectionError, _httpx.TransportError) as error:
+            raise ConnectionBroke(f"the connection broke: {error.__cause__ or error}") from error
+        except openai.APIError as error:
+            raise ServerError(f"the server failed: {error.message}") from error
+        if finish_reason not in ("stop", "length"):
+            raise ConnectionBroke(f"the answer ended without a finish reason ({finish_reason or 'none'})")
+        return Completion(output_ids, finish_reason, prompt_tokens)
+
+
+def _sampling_arguments(sampling: SamplingSettings, sample: int) -> dict[str, Any]:
+    """Keyword arguments of `completions.create`; what OpenAI does not define goes into the body as it is."""
+    arguments: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    for name in ("frequency_penalty", "presence_penalty", "stop"):
+        if (value := getattr(sampling, name)) is not None:
+            arguments[name] = value
+    if sampling.seed is not None:
+        arguments["seed"] = sampling.seed + sample
+    body: dict[str, Any] = {
+        "return_tokens": True,  # llama.cpp: each chunk's ids, with verbose, under __verbose.tokens
+        "verbose": True,
+        "return_token_ids": True,  # vLLM: each chunk's ids under choices[0].token_ids
+    }
+    for name in ("top_k", "min_p", "stop_token_ids"):
+        if (value := getattr(sampling, name)) is not None:
+            body[name] = value
+    if sampling.repetition_penalty is not None:
+        body["repetition_penalty"] = body["repeat_penalty"] = sampling.repetition_penalty
+    if sampling.ebnf is not None:
+        body["grammar"] = sampling.ebnf
+    return {**arguments, "extra_body": body}
+
+
+def _chunk_ids(chunk: Any) -> list[int]:
+    """The ids of one chunk, wherever this kind of server puts them."""
+    extra = chunk.model_extra or {}
+    if isinstance(verbose := extra.get("__verbose"), dict):
+        return list(verbose.get("tokens") or [])
+    if chunk.choices and (choice_extra := chunk.choices[0].model_extra):
+        return list(choice_extra.get("token_ids") or [])
+    return []
+
+
+def _translate_status(error: openai.APIStatusError) -> Exception:
+    status, words = error.status_code, error.message
+    if status in _ROW_FAULTS:
+        return PromptRejected("refused_by_server", f"{status}: {words}")
+    if status in _SETUP_FAULTS:
+        return ConfigError(f"the server answers {status}: {words} (a wrong key or address?)")
+    if status in _BUSY:
+        return ServerBusy(f"{status}: {words}")
+    return ServerError(f"{status}: {words}")

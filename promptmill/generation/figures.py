@@ -1,0 +1,69 @@
+"""Counting while it runs: tokens/s over the last seconds, and what is left. Pure; `now` is passed in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from promptmill.events import Figures, Progress
+
+_WINDOW_S = 15.0
+
+
+@dataclass(slots=True)
+class Counter:
+    """One partition's numbers."""
+
+    total: int
+    done: int
+    in_flight: int = 0
+    tokens: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.total - self.done
+
+
+@dataclass(slots=True)
+class Meter:
+    """All partitions' numbers, and the pace."""
+
+    counters: dict[str, Counter] = field(default_factory=dict)
+    _ticks: deque[tuple[float, int]] = field(default_factory=deque)
+    _answers_here: int = 0
+    _serving_s: float = 0.0
+    _last_tick: float | None = None
+
+    def answered(self, partition: str, turns_left: int) -> None:
+        """An answer came; `turns_left` more that were expected of its conversation will not."""
+        counter = self.counters[partition]
+        counter.done += 1
+        counter.total -= turns_left
+        self._answers_here += 1
+
+    def figures(self, now: float) -> Figures:
+        """The figures at `now`; call it about once a second."""
+        tokens = sum(c.tokens for c in self.counters.values())
+        in_flight = sum(c.in_flight for c in self.counters.values())
+        if in_flight and self._last_tick is not None:
+            self._serving_s += now - self._last_tick
+        self._last_tick = now
+        self._ticks.append((now, tokens))
+        while now - self._ticks[0][0] > _WINDOW_S:
+            self._ticks.popleft()
+        then, before = self._ticks[0]
+        return Figures(
+            partitions=[
+                Progress(name, c.total, c.done, c.in_flight, c.tokens) for name, c in self.counters.items()
+            ],
+            tokens_per_s=(tokens - before) / (now - then) if now > then else 0.0,
+            seconds_left=self._seconds_left(),
+            in_flight=in_flight,
+        )
+
+    def _seconds_left(self) -> float | None:
+        """By the mean pace of this run's serving time; None before there is one."""
+        left = sum(c.left for c in self.counters.values())
+        if not self._answers_here or not self._serving_s:
+            return None
+        return left * self._serving_s / self._answers_here

@@ -1,0 +1,144 @@
+"""From manifest rows to requests, and from answers to records; what is pure in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from promptmill.chat import ChatRenderer, as_message
+from promptmill.model import Model
+from promptmill.prompts.manifest import read_keys, read_prompts
+from promptmill.release.quality import judge
+from promptmill.store.store import Store, goes_on, next_pending
+from promptmill.types import Answer, Completion, Manifest, Prompt, PromptRow
+
+
+class PromptMaker:
+    """The prompts of one partition: what is pending, and what follows an answer."""
+
+    def __init__(self, store: Store, manifest: Manifest, renderer: ChatRenderer, retry_failed: bool) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._renderer = renderer
+        self._retry_failed = retry_failed
+
+    def pending(self) -> Iterator[Prompt]:
+        """Every prompt that needs a request now, in input order, as a stream.
+
+        Of a conversation with several turns that is the first unanswered one; conversations that an earlier
+        run left half done go on from the answers in the store.
+        """
+        halves = self._answers_of_halves()
+        for row in read_prompts(self._manifest):
+            for sample, hashes in enumerate(row.prompt_hashes):
+                turn = next_pending(self._store, hashes, self._manifest.max_new_tokens, self._retry_failed)
+                if turn is None:
+                    continue
+                prompt = self._first(row, sample)
+                for earlier in hashes[:turn]:
+                    prompt = self._next(prompt, halves[earlier])
+                yield prompt
+
+    def following(self, prompt: Prompt, answer: Answer) -> Prompt | None:
+        """The next turn of the conversation, or None where it is over.
+
+        Raises PromptRejected where the next turn cannot be rendered.
+        """
+        if prompt.turn + 1 >= len(prompt.row.turns) or not goes_on(answer.status):
+            return None
+        return self._next(prompt, answer)
+
+    def _first(self, row: PromptRow, sample: int) -> Prompt:
+        return Prompt(
+            prompt_hash=row.prompt_hashes[sample][0],
+            partition=self._manifest.partition,
+            input_ids=row.input_ids,
+            sample=sample,
+            turn=0,
+            max_new_tokens=self._manifest.max_new_tokens,
+            row=row,
+            messages=row.turns[0],
+        )
+
+    def _next(self, prompt: Prompt, answer: Answer) -> Prompt:
+        turn = prompt.turn + 1
+        messages = [*prompt.messages, as_message(answer), *prompt.row.turns[turn]]
+        return replace(
+            prompt,
+            prompt_hash=prompt.row.prompt_hashes[prompt.sample][turn],
+            input_ids=self._renderer.render(messages, prompt.row.tools),
+            turn=turn,
+            messages=messages,
+            tries=0,
+        )
+
+    def _answers_of_halves(self) -> dict[str, Answer]:
+        """The answers of conversations that stopped in the middle; there are as many as were in flight."""
+        wanted: set[str] = set()
+        for samples in read_keys(self._manifest):
+            for hashes in samples:
+                if len(hashes) > 1:
+                    turn = next_pending(
+                        self._store, hashes, self._manifest.max_new_tokens, self._retry_failed
+                    )
+                    wanted.update(hashes[:turn] if turn else ())
+        return self._store.lookup(wanted) if wanted else {}
+
+
+class Recorder:
+    """Makes the durable record of what became of a prompt."""
+
+    def __init__(self, renderer: ChatRenderer, model: Model) -> None:
+        self._renderer = renderer
+        self._model = model
+
+    def answered(self, prompt: Prompt, completion: Completion, server: str, kv_dtype: str) -> Answer:
+        split = self._renderer.split(prompt.input_ids, completion.output_ids)
+        status, flags = judge(completion, split, prompt.max_new_tokens)
+        return replace(
+            self._blank(prompt, server),
+            status=status,
+            finish_reason=completion.finish_reason,
+            flags=flags,
+            output_ids=completion.output_ids,
+            reasoning=split.reasoning,
+            content=split.content,
+            completion_tokens=len(completion.output_ids),
+            reasoning_tokens=split.reasoning_tokens,
+            kv_dtype=kv_dtype,
+        )
+
+    def failed(self, prompt: Prompt, reason: str, server: str) -> Answer:
+        return replace(self._blank(prompt, server), status="failed", error=reason)
+
+    def _blank(self, prompt: Prompt, server: str) -> Answer:
+        return Answer(
+            prompt_hash=prompt.prompt_hash,
+            partition=prompt.partition,
+            sample=prompt.sample,
+            turn=prompt.turn,
+            status="",
+            finish_reason="",
+            flags=[],
+            prompt_ids=list(prompt.input_ids),
+            output_ids=[],
+            reasoning="",
+            content="",
+            prompt_tokens=len(prompt.input_ids),
+            completion_tokens=0,
+            reasoning_tokens=0,
+            resumed_tokens=0,
+            max_new_tokens=prompt.max_new_tokens,
+            model=self._model.name,
+            model_revision=self._model.revision,
+            kv_dtype="",
+            server=server,
+            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+
+
+def unrenderable(prompt: Prompt) -> Prompt:
+    """The turn behind `prompt` that could not be rendered, so that its failure has a key."""
+    turn = prompt.turn + 1
+    return replace(prompt, prompt_hash=prompt.row.prompt_hashes[prompt.sample][turn], turn=turn, input_ids=[])

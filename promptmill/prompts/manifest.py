@@ -1,0 +1,269 @@
+"""Prepares a partition: reads, renders, counts and hashes every prompt before any GPU time is spent.
+
+The prompts go into a Parquet file beside the journal, so that an unchanged source is neither read nor
+rendered again; what is passed around is the small `Manifest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from promptmill.chat import ChatRenderer
+from promptmill.errors import ConfigError, PromptRejected
+from promptmill.files import written_whole
+from promptmill.model import Model
+from promptmill.prompts import formats, sources
+from promptmill.prompts.hashing import SCHEMA_VERSION, PromptHasher, digest_of
+from promptmill.settings import PartitionSettings, Profile
+from promptmill.types import Manifest, PromptRow, Reject
+
+_BATCH = 1000
+_EXAMPLES = 3
+_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("id", pa.string()),
+        ("location", pa.string()),
+        ("turns", pa.large_string()),
+        ("tools", pa.large_string()),
+        ("input_ids", pa.large_list(pa.int32())),
+        ("prompt_hashes", pa.list_(pa.list_(pa.string()))),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Everything that preparing a partition needs, so that one call does it."""
+
+    profile: Profile
+    partition: PartitionSettings
+    model: Model
+    renderer: ChatRenderer
+    folder: Path
+    limit: int | None
+    context_tokens: int | None
+    """Prompt and answer together may not be longer; None where only the server knows."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a prompt hash covers besides the prompt itself, by the name of the setting."""
+        sampling = self.profile.sampling_for(self.partition).model_dump(mode="json", exclude={"samples"})
+        return {
+            "model": self.model.name,
+            "model_revision": self.model.revision,
+            "chat": self.renderer.fingerprint(),
+            **{f"sampling.{name}": value for name, value in sampling.items() if value is not None},
+        }
+
+    def key(self) -> str:
+        """A hash of what the manifest depends on. Raises ConfigError where there is no source."""
+        files = sources.list_files(self.partition.source)
+        parts = {
+            "schema": SCHEMA_VERSION,
+            "files": sources.fingerprint(files),
+            "partition": self.partition.model_dump(mode="json"),
+            "model": [self.model.name, self.model.revision],
+            "renderer": self.renderer.fingerprint(),
+            "sampling": self.profile.sampling_for(self.partition).model_dump(mode="json"),
+            "max_new_tokens": self.profile.max_new_tokens(self.partition),
+            "context_tokens": self.context_tokens,
+            "limit": self.limit,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def paths(self) -> tuple[Path, Path]:
+        """Where the prompts and the rejects of this very preparation lie, or will."""
+        stem = f"{self.partition.name}-{self.key()}"
+        return self.folder / f"{stem}.parquet", self.folder / f"{stem}.rejects.jsonl"
+
+
+def prepare(preparation: Preparation) -> Manifest:
+    """Read and render the partition's source. Raises ConfigError where the source cannot be read at all."""
+    part = preparation.partition
+    key = preparation.key()
+    path, rejects_path = preparation.paths()
+    summary = _Summary()
+    with written_whole(path) as prompts_file, written_whole(rejects_path) as rejects_file:
+        fmt = _write(preparation, summary, prompts_file, rejects_file)
+    return Manifest(
+        partition=part.name,
+        key=key,
+        path=str(path),
+        rejects_path=str(rejects_path),
+        format=fmt,
+        rows=summary.prompts + summary.rejected.total(),
+        prompts=summary.prompts,
+        rejected=dict(summary.rejected.most_common()),
+        examples=summary.examples,
+        prompt_tokens=summary.tokens,
+        longest_prompt=summary.longest,
+        digest=digest_of(summary.hashes),
+        max_new_tokens=preparation.profile.max_new_tokens(part),
+        identity=preparation.identity(),
+    )
+
+
+def make_current(manifest: Manifest, folder: Path) -> None:
+    """Make `manifest` the one that the partition's accounting follows; files of earlier ones go."""
+    with written_whole(folder / f"{manifest.partition}.json") as file:
+        file.write(json.dumps(manifest.to_json(), indent=1).encode())
+    kept = {Path(manifest.path).name, Path(manifest.rejects_path).name}
+    pattern = re.compile(re.escape(manifest.partition) + r"-[0-9a-f]{32}\.(parquet|rejects\.jsonl)")
+    for old in folder.iterdir():
+        if pattern.fullmatch(old.name) and old.name not in kept:
+            old.unlink(missing_ok=True)
+
+
+def load_current(folder: Path, partition: str) -> Manifest | None:
+    """The manifest that the last run or plan made, if its files are still there."""
+    try:
+        manifest = Manifest.from_json(json.loads((folder / f"{partition}.json").read_text("utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    return manifest if is_whole(manifest) else None
+
+
+def is_whole(manifest: Manifest) -> bool:
+    return Path(manifest.path).is_file() and Path(manifest.rejects_path).is_file()
+
+
+def read_prompts(manifest: Manifest) -> Iterator[PromptRow]:
+    """The prompts in input order, as a stream."""
+    with pq.ParquetFile(manifest.path) as file:
+        for batch in file.iter_batches(batch_size=_BATCH):
+            for row in batch.to_pylist():
+                yield PromptRow(
+                    row=row["row"],
+                    id=row["id"],
+                    location=row["location"],
+                    turns=orjson.loads(row["turns"]),
+                    tools=orjson.loads(row["tools"]) if row["tools"] else None,
+                    input_ids=row["input_ids"],
+                    prompt_hashes=row["prompt_hashes"],
+                )
+
+
+def read_keys(manifest: Manifest) -> Iterator[list[list[str]]]:
+    """The prompt hashes of every prompt in input order, by sample and turn; reads one column only."""
+    with pq.ParquetFile(manifest.path) as file:
+        for batch in file.iter_batches(batch_size=10_000, columns=["prompt_hashes"]):
+            yield from batch.column("prompt_hashes").to_pylist()
+
+
+def read_rejects(manifest: Manifest) -> Iterator[Reject]:
+    with Path(manifest.rejects_path).open("rb") as file:
+        for line in file:
+            yield Reject(**orjson.loads(line))
+
+
+class _Summary:
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.tokens = 0
+        self.longest = 0
+        self.hashes: list[str] = []
+        self.rejected: Counter[str] = Counter()
+        self.examples: list[str] = []
+
+    def add(self, row: PromptRow) -> None:
+        self.prompts += 1
+        self.tokens += len(row.input_ids)
+        self.longest = max(self.longest, len(row.input_ids))
+        for chain in row.prompt_hashes:
+            self.hashes.extend(chain)
+
+    def reject(self, reject: Reject) -> None:
+        self.rejected[reject.reason] += 1
+        if self.rejected[reject.reason] <= _EXAMPLES:
+            self.examples.append(f"{reject.location}: {reject.reason}: {reject.detail}"[:400])
+
+
+def _write(preparation: Preparation, summary: _Summary, prompts_file: Any, rejects_file: Any) -> str:
+    """Stream the source into the two files; returns the format that was used."""
+    part = preparation.partition
+    fmt: str = part.format
+    rows = sources.read_rows(sources.list_files(part.source))
+    reader = _RowReader(preparation)
+    batch: list[PromptRow] = []
+    with pq.ParquetWriter(prompts_file, _SCHEMA, compression="zstd") as writer:
+        for index, raw in enumerate(islice(rows, preparation.limit)):
+            if fmt == "auto" and isinstance(raw, sources.RawRow):
+                fmt = _choose(raw, part)
+            result = raw if isinstance(raw, Reject) else reader.read(index, raw, fmt)
+            if isinstance(result, Reject):
+                summary.reject(result)
+                rejects_file.write(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE))
+                continue
+            summary.add(result)
+            batch.append(result)
+            if len(batch) == _BATCH:
+                writer.write_batch(_to_arrow(batch))
+                batch = []
+        writer.write_batch(_to_arrow(batch))
+    return fmt
+
+
+def _choose(raw: sources.RawRow, part: PartitionSettings) -> str:
+    try:
+        return formats.choose_format(raw.data, part.columns)
+    except ConfigError as error:
+        raise ConfigError(f"partition {part.name}: {raw.location}: {error}") from None
+
+
+class _RowReader:
+    """One raw row to a prompt row or a reject."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        profile, part = preparation.profile, preparation.partition
+        self._part = part
+        self._renderer = preparation.renderer
+        sampling = profile.sampling_for(part)
+        self._samples = range(sampling.samples)
+        self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
+        self._cap = profile.max_new_tokens(part)
+        self._context = preparation.context_tokens
+
+    def read(self, index: int, raw: sources.RawRow, fmt: str) -> PromptRow | Reject:
+        try:
+            conversation = formats.to_conversation(raw, fmt, self._part.columns, self._part.mode)
+            ids = self._renderer.render(conversation.turns[0], conversation.tools)
+            self._check_length(len(ids))
+        except PromptRejected as error:
+            return Reject(raw.location, error.reason, error.detail)
+        later = conversation.turns[1:]
+        hashes = [self._hash.chain(self._hash(ids, sample), later) for sample in self._samples]
+        return PromptRow(
+            index, conversation.id, conversation.location, conversation.turns, conversation.tools, ids, hashes
+        )
+
+    def _check_length(self, tokens: int) -> None:
+        if self._context is not None and tokens + self._cap > self._context:
+            raise PromptRejected(
+                "too_long", f"{tokens} prompt tokens + {self._cap} to answer exceed {self._context}"
+            )
+
+
+def _to_arrow(rows: list[PromptRow]) -> pa.RecordBatch:
+    columns = {
+        "row": [r.row for r in rows],
+        "id": [r.id for r in rows],
+        "location": [r.location for r in rows],
+        "turns": [orjson.dumps(r.turns).decode() for r in rows],
+        "tools": [orjson.dumps(r.tools).decode() if r.tools else None for r in rows],
+        "input_ids": [r.input_ids for r in rows],
+        "prompt_hashes": [r.prompt_hashes for r in rows],
+    }
+    arrays = [pa.array(columns[field.name], type=field.type) for field in _SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)

@@ -1,0 +1,238 @@
+"""Publishes a release: shards, card and manifest first, the pointer `latest.json` last.
+
+A release is written locally, loaded with `load_dataset` in a process of its own, put to its address object by
+object, each verified, and only then pointed to. Whatever breaks before that leaves the previous release in
+force. The same rows give the same fingerprint, and then nothing is published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from promptmill import __version__
+from promptmill.errors import ReleaseError, ReleaseRefused, StoreError
+from promptmill.model import Model
+from promptmill.prompts.manifest import read_prompts
+from promptmill.release.card import write_card
+from promptmill.release.views import SCHEMAS, rows_of
+from promptmill.settings import Profile
+from promptmill.store.objects import Folder, LocalFolder, open_folder
+from promptmill.store.store import Store
+from promptmill.types import Answer, Manifest, PromptRow, Tally
+
+LAYOUT_VERSION = 1
+POINTER = "latest.json"
+_ROWS_A_BATCH = 256
+_ROW_GROUP_BYTES = 32_000_000
+_READ_BACK_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What stands at the release's address now."""
+
+    revision: str
+    address: str
+    new: bool
+    rows: dict[str, int]
+    """By view."""
+
+
+def publish(
+    profile: Profile, store: Store, model: Model, manifests: Sequence[Manifest], tallies: Sequence[Tally]
+) -> Release:
+    """Publish the answers to `manifests`, or find that nothing changed. Raises ReleaseError."""
+    pending = sum(tally.pending for tally in tallies)
+    if pending and not profile.release.allow_incomplete:
+        raise ReleaseRefused(
+            f"{pending} rows are pending, so there is no release. Run again to answer them, "
+            "or set release.allow_incomplete = true."
+        )
+    folder = open_folder(profile.release.url)
+    try:
+        return _Publisher(profile, store, model, folder).publish(manifests, tallies)
+    except (StoreError, OSError, pa.ArrowException) as error:
+        raise ReleaseError(f"the release was not published: {error}") from error
+
+
+class _Publisher:
+    def __init__(self, profile: Profile, store: Store, model: Model, folder: Folder) -> None:
+        self._profile = profile
+        self._store = store
+        self._model = model
+        self._folder = folder
+
+    def publish(self, manifests: Sequence[Manifest], tallies: Sequence[Tally]) -> Release:
+        # Staged beside a local release, so that space is taken, and missed, on the disk that needs it.
+        stage = (
+            self._folder.path if isinstance(self._folder, LocalFolder) else self._store.journal_path.parent
+        )
+        stage.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".staging-", dir=stage) as scratch:
+            staged = Path(scratch)
+            rows: dict[str, int] = dict.fromkeys(self._profile.release.views, 0)
+            files: dict[str, dict[str, Any]] = {}
+            for manifest in manifests:
+                answers = self._answers(manifest)
+                for view in rows:
+                    # A view needs a file to be loaded: the first partition writes one even if it is empty.
+                    always = manifest is manifests[0]
+                    for path, n in self._write_shards(staged, view, manifest, answers, always):
+                        files[str(path.relative_to(staged))] = {"rows": n, **_describe(path)}
+                        rows[view] += n
+            fingerprint = _fingerprint(files)
+            if standing := self._standing(fingerprint):
+                return standing
+            return self._put(staged, files, rows, fingerprint, tallies)
+
+    def _standing(self, fingerprint: str) -> Release | None:
+        """The release that is in force, if it is the same as this one and its files are there."""
+        pointer = self._folder.read_bytes(POINTER)
+        if pointer is None:
+            return None
+        revision = json.loads(pointer)["revision"]
+        manifest = self._folder.read_bytes(f"{revision}/manifest.json")
+        described = json.loads(manifest) if manifest else {}
+        if described.get("fingerprint") != fingerprint:
+            return None
+        names = set(self._folder.names(revision))
+        if not all(f"{revision}/{name}" in names for name in described["files"]):
+            return None
+        return Release(revision, self._folder.address(revision), False, described["rows"])
+
+    def _put(
+        self,
+        staged: Path,
+        files: dict[str, dict[str, Any]],
+        rows: dict[str, int],
+        fingerprint: str,
+        tallies: Sequence[Tally],
+    ) -> Release:
+        now = datetime.now(UTC)
+        revision = f"{now:%Y%m%dT%H%M%S}-{fingerprint[:8]}"
+        card = write_card(rows, tallies, self._model.name, self._model.revision, __version__)
+        (staged / "README.md").write_text(card, encoding="utf-8")
+        manifest = {
+            "layout": LAYOUT_VERSION,
+            "promptmill": __version__,
+            "revision": revision,
+            "created_at": now.isoformat(timespec="seconds"),
+            "fingerprint": fingerprint,
+            "model": self._model.name,
+            "model_revision": self._model.revision,
+            "rows": rows,
+            "files": files,
+            "accounting": {tally.partition: tally.to_json() for tally in tallies},
+            "rejected": {tally.partition: tally.rejected for tally in tallies if tally.rejected},
+            "profile": self._profile.masked(),
+        }
+        (staged / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        read_back(staged, rows)
+        for name in [*sorted(files), "README.md", "manifest.json"]:
+            self._folder.put_file(staged / name, f"{revision}/{name}")
+        pointer = {
+            "revision": revision,
+            "path": self._folder.address(revision),
+            "created_at": manifest["created_at"],
+        }
+        self._folder.put_bytes(json.dumps(pointer).encode(), POINTER)
+        return Release(revision, self._folder.address(revision), True, rows)
+
+    def _answers(self, manifest: Manifest) -> dict[str, Answer]:
+        hashes = {h for row in read_prompts(manifest) for chain in row.prompt_hashes for h in chain}
+        return self._store.lookup(hashes)
+
+    def _write_shards(
+        self, staged: Path, view: str, manifest: Manifest, answers: dict[str, Answer], always: bool
+    ) -> list[tuple[Path, int]]:
+        """The partition's shards of a view and their rows; none for a partition without rows, or one empty
+        one if `always`."""
+        folder = staged / "data" / view
+        folder.mkdir(parents=True, exist_ok=True)
+        schema = SCHEMAS[view]
+        shards: list[tuple[Path, int]] = []
+        limit = self._profile.release.shard_mb * 1_000_000
+        rows = _batches(view, manifest.partition, read_prompts(manifest), answers)
+        batch = next(rows, None)
+        while batch is not None or (always and not shards):
+            path = folder / f"{manifest.partition}-{len(shards):05d}.parquet"
+            written = n = 0
+            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+                while batch is not None and written < limit:
+                    table = pa.Table.from_pylist(batch, schema=schema)
+                    writer.write_table(table, row_group_size=_row_group(table))
+                    written += table.nbytes
+                    n += table.num_rows
+                    batch = next(rows, None)
+            shards.append((path, n))
+        named = []
+        for i, (path, n) in enumerate(shards):
+            name = f"{manifest.partition}-{i:05d}-of-{len(shards):05d}.parquet"
+            named.append((path.rename(path.with_name(name)), n))
+        return named
+
+
+def read_back(folder: Path, rows: dict[str, int]) -> None:
+    """Load every view with `load_dataset`, in a process of its own, as a user will. Raises ReleaseError."""
+    code = (
+        "import json, sys, tempfile, datasets\n"
+        "folder, rows = sys.argv[1], json.loads(sys.argv[2])\n"
+        "for view, n in rows.items():\n"
+        "    with tempfile.TemporaryDirectory() as cache:\n"
+        "        loaded = datasets.load_dataset(folder, view, split='train', cache_dir=cache)\n"
+        "        assert loaded.num_rows == n, f'{view}: {loaded.num_rows} rows instead of {n}'\n"
+    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(folder), json.dumps(rows)],
+            capture_output=True,
+            text=True,
+            timeout=_READ_BACK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ReleaseError("the staged release could not be loaded back in time") from None
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ReleaseError(f"the staged release does not load with load_dataset: {last}")
+
+
+def _batches(
+    view: str, partition: str, prompts: Iterator[PromptRow], answers: dict[str, Answer]
+) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    for prompt in prompts:
+        batch.extend(rows_of(view, partition, prompt, answers))
+        if len(batch) >= _ROWS_A_BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _row_group(table: pa.Table) -> int:
+    """Rows a row group, by bytes: a reader holds one group at a time."""
+    mean = max(1, int(table.nbytes) // max(1, int(table.num_rows)))
+    return max(1, _ROW_GROUP_BYTES // mean)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+
+
+def _fingerprint(files: dict[str, dict[str, Any]]) -> str:
+    listed = [(name, about["sha256"]) for name, about in sorted(files.items())]
+    return hashlib.sha256(json.dumps([LAYOUT_VERSION, listed]).encode()).hexdigest()

@@ -1,0 +1,40 @@
+"""What an answer is worth. Pure; it can be redone from the ids at any time."""
+
+from __future__ import annotations
+
+from promptmill.chat import Split
+from promptmill.types import Completion, Status
+
+REPETITION_WINDOW = 24
+REPETITION_TIMES = 4
+
+
+def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[Status, list[str]]:
+    """The status of a finished answer and its flags.
+
+    truncated  ended by a length limit (flag `clipped` where the server's limit was below the one asked for)
+    empty      finished without content
+    flagged    has content and something is wrong with it
+    """
+    flags = list(split.flags)
+    if is_repetitive(completion.output_ids):
+        flags.append("repetition")
+    if "\ufffd" in split.content or "\ufffd" in split.reasoning:
+        flags.append("cut_character")
+    if completion.finish_reason == "length":
+        if len(completion.output_ids) < max_new_tokens:
+            flags.append("clipped")
+        return "truncated", flags
+    if not split.content:
+        return "empty", flags
+    return ("flagged" if flags else "answered"), flags
+
+
+def is_repetitive(ids: list[int]) -> bool:
+    """Whether the answer ends in a loop: its last REPETITION_WINDOW ids, REPETITION_TIMES over."""
+    for period in range(1, REPETITION_WINDOW + 1):
+        length = max(period * REPETITION_TIMES, REPETITION_WINDOW)
+        tail = ids[-length:]
+        if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Running a model server: command (settings → argv), process (no orphans), gate (is it ours and able)."""

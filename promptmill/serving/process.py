@@ -1,0 +1,171 @@
+"""A server's process: started in a session of its own, watched, and ended without a trace.
+
+Between us and it stands a keeper (keeper.py), which ends the whole group when we are gone, even by SIGKILL.
+Should the keeper be killed as well, the state file lets the next run find what is left: by pid and creation
+time, never by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from promptmill.errors import ConfigError, LaunchFailed
+from promptmill.files import written_whole
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_KEEPER_START_S = 30.0
+
+
+class ServerProcess:
+    """One life of a server. Owns the keeper and the thread that reads its events."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, state_folder: Path) -> None:
+        self.name = name
+        self.command = list(command)
+        self.log = log
+        self.pid = 0
+        self.exit_status: int | None = None
+        """As subprocess gives it, negative for a signal; None while the process lives."""
+        self._state = state_folder / f"{name}.json"
+        self._started = threading.Event()
+        self._ended = threading.Event()
+        self._problem = ""
+
+    def start(self, env: Mapping[str, str] | None = None, cleanup: Sequence[str] = ()) -> None:
+        """Raises LaunchFailed where the command cannot be executed."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        cleanup_json = json.dumps([part.replace("{name}", self.name) for part in cleanup])
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_KEEPER), str(self.log), cleanup_json, *self.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(env) if env is not None else None,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read_events, name=f"keeper-{self.name}", daemon=True)
+        self._reader.start()
+        started = self._started.wait(_KEEPER_START_S)
+        if not started or not self.pid:
+            self._keeper.kill()
+            self._join()
+            raise LaunchFailed(f"the server could not be started: {self._problem or 'no answer'}.")
+        self._remember()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, after at most `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, `grace_s`, SIGKILL to the group; returns when nothing of it is left."""
+        with suppress(OSError, ValueError):  # the keeper is gone already
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.write(f"stop {grace_s}\n")
+            self._keeper.stdin.flush()
+        if not self._ended.wait(grace_s + 30):
+            self._keeper.kill()
+        self._join()
+
+    def kill(self) -> None:
+        """SIGKILL the main process, as a crash would. Nothing else is told."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _read_events(self) -> None:
+        assert self._keeper.stdout is not None
+        status = None
+        for line in self._keeper.stdout:
+            event = json.loads(line)
+            self.pid = event.get("pid", self.pid)
+            self._problem = event.get("failed", self._problem)
+            status = event.get("exit", status)
+            self._started.set()
+        self._keeper.wait()
+        if status is None and self.pid:  # the keeper itself was killed: nobody else will end the server
+            end_group(self.pid)
+        self.exit_status = status if status is not None else -signal.SIGKILL
+        self._started.set()
+        self._ended.set()
+
+    def _join(self) -> None:
+        self._reader.join(timeout=10)
+        for stream in (self._keeper.stdin, self._keeper.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+        self._keeper.wait()
+        self._state.unlink(missing_ok=True)
+
+    def _remember(self) -> None:
+        with suppress(psutil.NoSuchProcess):  # it died already; its end is read from the keeper
+            state = {"server": _identify(self.pid), "owner": _identify(os.getpid())}
+            with written_whole(self._state) as file:
+                file.write(json.dumps(state).encode())
+
+
+def end_leftovers(state_folder: Path) -> list[str]:
+    """End what is left of runs that are gone, keeper and all; returns the names.
+
+    A process whose owner is alive is left alone, and so is one that was given the pid of a dead one.
+    """
+    ended = []
+    for state in sorted(state_folder.glob("*.json")):
+        try:
+            saved = json.loads(state.read_text("utf-8"))
+            if _is_alive(saved["owner"]):
+                continue
+            if _is_alive(saved["server"]):
+                end_group(saved["server"][0])
+                ended.append(state.stem)
+        except (ValueError, KeyError, TypeError):
+            pass  # torn or foreign: nothing can be learned from it
+        state.unlink(missing_ok=True)
+    return ended
+
+
+def _identify(pid: int) -> tuple[int, float]:
+    """A process for good: pids are given again, creation times are not."""
+    return pid, psutil.Process(pid).create_time()
+
+
+def _is_alive(identity: list[float]) -> bool:
+    pid, created = identity
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(pid))
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def end_group(pgid: int) -> None:
+    """SIGKILL the process group that `pgid` leads."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signal.SIGKILL)
+
+
+def choose_port(wanted: int) -> int:
+    """`wanted` if nothing listens there, or a free one for 0. Raises ConfigError for a port that is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError as error:
+            raise ConfigError(
+                f"server.port {wanted}: {error.strerror}. Something else uses it; choose another, "
+                "or 0 for a free one."
+            ) from None
+        return int(probe.getsockname()[1])

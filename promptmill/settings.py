@@ -1,0 +1,283 @@
+"""Profiles: what a run is made of. Command line > environment > profile file > default.
+
+    profile = load_profile("demo", overrides=["server.port=8000"])
+
+A profile is TOML; every field below carries its own documentation. An unknown name is an error wherever
+it stands: in the file, in an override or in an environment variable that starts with PROMPTMILL_.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+FlagValue = bool | int | float | str | list[str]
+
+_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+
+
+class Section(BaseModel):
+    """A table of a profile: immutable, and strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ServerSettings(Section):
+    """How the model is served, and how patient we are with it."""
+
+    engine: Literal["sglang", "openai", "llama_cpp"] = "sglang"
+    """`llama_cpp` is embedded and runs on a CPU; `openai` is any OpenAI-compatible server that takes and
+    gives token ids on /v1/completions; `sglang` is SGLang's native interface."""
+    command: list[str] = []
+    """What starts the server; flags are appended. Empty: the engine's own command."""
+    cleanup: list[str] = []
+    """Run after a life has ended, to end what the command started outside its process group.
+    `{name}` stands for the life's name, e.g. ["docker", "rm", "-f", "{name}"]."""
+    env: dict[str, str] = {}
+    """Added to the environment that the server inherits."""
+    urls: list[str] = []
+    """Servers that somebody else runs. Not empty: none is launched and none is ended."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key for `urls`."""
+    served_model_name: str = ""
+    """The model name that `urls` answer to. Empty: the first one that /v1/models lists."""
+    replicas: int = Field(default=1, ge=1)
+    """Servers to launch."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the launched server; 0 takes a free one."""
+    startup_timeout_s: float = Field(default=3600, gt=0)
+    """Bound on one start, from the command to the first answer."""
+    inactivity_timeout_s: float = Field(default=600, gt=0)
+    """A server with requests in flight that sends no token for this long counts as hung."""
+    stop_grace_s: float = Field(default=15, ge=0)
+    """From SIGTERM to SIGKILL of the whole process group."""
+    min_headroom_gib: float = Field(default=2.0, ge=0)
+    """Free GPU memory that a start must leave, where the server reports it."""
+    max_relaunches: int = Field(default=8, ge=0)
+    """Relaunches in one run before it gives up."""
+    max_in_flight: int = Field(default=32, ge=1)
+    """Requests in flight on one server; the embedded engine takes as many as it has slots."""
+    flags: dict[str, FlagValue] = {}
+    """The server's own flags under its own names, passed verbatim."""
+
+
+class ChatSettings(Section):
+    """How a conversation becomes input ids, and how the answer's ids are split."""
+
+    template: str = ""
+    """Path of a Jinja chat template. Empty: the model's own."""
+    template_kwargs: dict[str, Any] = {}
+    """Passed to the template, e.g. { thinking = false }."""
+    reasoning_open: str = "<think>"
+    """The marker that opens reasoning."""
+    reasoning_close: str = "</think>"
+    """The marker that closes reasoning; answers are split at its first ids. Empty: no reasoning."""
+
+
+class RunSettings(Section):
+    """When a run ends by itself, and what it needs from the host."""
+
+    max_hours: float | None = Field(default=None, gt=0)
+    """Stop sending prompts after this many hours, drain, and end with exit status 3 if rows are left."""
+    stop_at: str | None = Field(default=None, pattern=r"^([01]\d|2[0-3]):[0-5]\d$")
+    """The same at a time of day, local time, e.g. "07:00"."""
+    drain_timeout_s: float = Field(default=600, ge=0)
+    """How long requests in flight may finish once a run is stopping."""
+    min_free_gib: float = Field(default=1.0, ge=0)
+    """Free disk that a start asks for where journal, segments and staged releases lie."""
+
+
+class SamplingSettings(Section):
+    """Sampling, under SGLang's native names. What is None is left to the server."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    seed: int | None = None
+    """Sample k of a prompt is asked with seed + k."""
+    ebnf: str | None = None
+    """A grammar that answers must follow (GBNF on llama.cpp)."""
+    samples: int = Field(default=1, ge=1)
+    """Answers to ask for each prompt."""
+
+
+class SamplingOverride(Section):
+    """What a partition changes in `sampling`; the fields mean the same."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    seed: int | None = None
+    ebnf: str | None = None
+    samples: int | None = Field(default=None, ge=1)
+
+
+class ClassSettings(Section):
+    """A length class."""
+
+    max_new_tokens: int = Field(default=2048, ge=1)
+    """Cap on the answer. Raising it redoes the answers that were cut, and no others."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Cap on the requests of this class in flight on one server."""
+
+
+class ColumnSettings(Section):
+    """Which columns of the source hold what; empty: the usual names are looked for."""
+
+    prompt: str = ""
+    id: str = ""
+    tools: str = ""
+    system: str = ""
+
+
+class PartitionSettings(Section):
+    """One source of prompts and how it is answered."""
+
+    name: Name
+    source: str
+    """A file, a directory, a glob, or s3://…: .jsonl, .json, .parquet, also .gz and .zst."""
+    format: Literal["auto", "messages", "text", "turns"] = "auto"
+    columns: ColumnSettings = ColumnSettings()
+    length_class: str = Field(default="short", alias="class")
+    """A name under [classes]."""
+    mode: Literal["last_turn", "rollout"] | None = None
+    """`last_turn` answers the conversation as it stands, without a final assistant turn; `rollout` answers
+    every turn anew on its own history. Default: rollout for `turns`, else last_turn."""
+    sampling: SamplingOverride = SamplingOverride()
+
+
+class StoreSettings(Section):
+    """Where answers are kept."""
+
+    url: str = "data/store"
+    """A directory or s3://bucket/prefix."""
+    journal: str = ""
+    """SQLite file on a local disk. Default: inside a local `url`, else data/journal-<hash of url>.sqlite."""
+
+
+class ReleaseSettings(Section):
+    """What is published, and where."""
+
+    url: str = "data/release"
+    """A directory or s3://bucket/prefix."""
+    views: list[Literal["conversations", "turns"]] = Field(default=["conversations", "turns"], min_length=1)
+    allow_incomplete: bool = False
+    """Publish although rows are pending."""
+    shard_mb: int = Field(default=256, ge=1)
+    """Size of a Parquet shard, before compression, in MB."""
+
+
+class ChaosSettings(Section):
+    """Faults on purpose, for demonstrations."""
+
+    kill_server_after_answers: int = Field(default=0, ge=0)
+    """SIGKILL the server once, when this many answers have come in. 0: never."""
+
+
+class Profile(BaseSettings):
+    """A whole profile, resolved."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model: str = Field(min_length=1)
+    """The weights' identity; also their path, unless model_path says another."""
+    model_path: str = ""
+    """Where the weights lie, if not at `model`."""
+    model_revision: str = "main"
+    """Resolved to a commit, or to a fingerprint of the local files, when a run starts."""
+    trust_remote_code: bool = False
+    """Allow a tokenizer that brings its own code."""
+    server: ServerSettings = ServerSettings()
+    chat: ChatSettings = ChatSettings()
+    run: RunSettings = RunSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    classes: dict[str, ClassSettings] = {"short": ClassSettings()}
+    partitions: list[PartitionSettings] = Field(min_length=1)
+    store: StoreSettings = StoreSettings()
+    release: ReleaseSettings = ReleaseSettings()
+    chaos: ChaosSettings = ChaosSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # The layers are merged in promptmill.profile, which knows partitions by name and guards the
+        # environment; the library's own env source ignores a variable with a typo.
+        return (init_settings,)
+
+    @field_validator("partitions", mode="before")
+    @classmethod
+    def _partitions_by_name(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            return [{"name": name, **table} for name, table in value.items()]
+        return value
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Profile:
+        twice = [name for name, n in Counter(p.name for p in self.partitions).items() if n > 1]
+        if twice:
+            raise ValueError(f"two partitions are named {twice[0]!r}")
+        for part in self.partitions:
+            if part.length_class not in self.classes:
+                known = ", ".join(sorted(self.classes))
+                raise ValueError(
+                    f"partition {part.name!r} has class {part.length_class!r}; [classes] knows: {known}"
+                )
+        return self
+
+    def partition(self, name: str) -> PartitionSettings:
+        """The partition of that name. Raises KeyError."""
+        for part in self.partitions:
+            if part.name == name:
+                return part
+        raise KeyError(name)
+
+    def sampling_for(self, part: PartitionSettings) -> SamplingSettings:
+        """The sampling that `part` is answered with."""
+        return self.sampling.model_copy(update=part.sampling.model_dump(exclude_none=True))
+
+    def max_new_tokens(self, part: PartitionSettings) -> int:
+        return self.classes[part.length_class].max_new_tokens
+
+    def masked(self) -> dict[str, Any]:
+        """The profile as plain data, with values that may be secret replaced by ***."""
+        data = self.model_dump(mode="json", by_alias=True)
+        for table in (data["server"]["env"], data["server"]["flags"]):
+            for key in table:
+                if _SECRET.search(key):
+                    table[key] = "***"
+        command: Sequence[str] = data["server"]["command"]
+        data["server"]["command"] = [_mask_argument(command, i) for i in range(len(command))]
+        return data
+
+
+def _mask_argument(command: Sequence[str], i: int) -> str:
+    """Argument i, masked where it is the value of a flag that names a secret."""
+    flag, eq, _ = command[i].partition("=")
+    if eq and _SECRET.search(flag):
+        return f"{flag}=***"
+    before = command[i - 1] if i else ""
+    return "***" if before.startswith("--") and "=" not in before and _SECRET.search(before) else command[i]

@@ -1,0 +1,218 @@
+"""The journal: one SQLite file in which an answer is durable before its slot in the window is freed.
+
+One thread writes, and commits everything that is waiting in one transaction (group commit). Readers open
+connections of their own, from any process, at any moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from promptmill.errors import LockHeld, StoreError
+from promptmill.types import Answer
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (
+    prompt_hash TEXT PRIMARY KEY, partition TEXT NOT NULL, status TEXT NOT NULL,
+    finish_reason TEXT NOT NULL, max_new_tokens INTEGER NOT NULL, body BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS answers_by_partition ON answers (partition, prompt_hash);
+CREATE TABLE IF NOT EXISTS memory (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+_UPSERT = "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)"
+_GROUP = 500
+
+Job = tuple[Callable[[sqlite3.Connection], None], "Future[None]"]
+
+
+class JournalLock:
+    """Held by the one process that writes a journal; the kernel frees it when that process is gone."""
+
+    def __init__(self, journal: Path) -> None:
+        self.path = journal.with_name(journal.name + ".lock")
+
+    def acquire(self, note: str) -> None:
+        """Raises LockHeld with the holder's own note, StoreError where the file cannot be made."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise LockHeld(f"another run holds {self.path}: {self.holder() or 'unknown'}.") from None
+        os.ftruncate(self._handle, 0)
+        os.write(self._handle, json.dumps({"pid": os.getpid(), "note": note}).encode())
+
+    def release(self) -> None:
+        os.ftruncate(self._handle, 0)
+        os.close(self._handle)
+
+    def holder(self) -> str:
+        """Who holds it now, in words; empty where nobody does."""
+        with suppress(OSError, ValueError), self.path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = json.loads(file.read())
+                return f"pid {owner['pid']}, {owner['note']}"
+        return ""
+
+
+class Journal:
+    """The writer's side. Owns one thread from `start` to `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+
+    def start(self) -> None:
+        """Raises StoreError where the file is not a journal or cannot be written."""
+        try:
+            self._connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.executescript(_TABLES)
+        except sqlite3.Error as error:
+            raise StoreError(f"journal {self.path}: {error}") from error
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after everything that was handed over is written."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+        self._connection.close()
+
+    def put(self, answer: Answer) -> Future[None]:
+        """Resolves when `answer` is durable; fails with StoreError."""
+        row = (
+            answer.prompt_hash,
+            answer.partition,
+            answer.status,
+            answer.finish_reason,
+            answer.max_new_tokens,
+            orjson.dumps(asdict(answer)),
+        )
+        return self._submit(lambda connection: _execute(connection, _UPSERT, row))
+
+    def forget(self, answers: list[Answer]) -> None:
+        """Remove answers that lie in a verified segment; returns when that is durable.
+
+        One that was replaced meanwhile (asked again with a higher cap) stays.
+        """
+        rows = [(a.prompt_hash, a.status, a.max_new_tokens) for a in answers]
+        sql = "DELETE FROM answers WHERE prompt_hash = ? AND status = ? AND max_new_tokens = ?"
+        self._submit(lambda connection: _execute_many(connection, sql, rows)).result()
+
+    def remember(self, key: str, value: Any) -> None:
+        """Keep a small fact for later runs."""
+        row = (key, json.dumps(value))
+        self._submit(
+            lambda connection: _execute(connection, "INSERT OR REPLACE INTO memory VALUES (?, ?)", row)
+        ).result()
+
+    def _submit(self, action: Callable[[sqlite3.Connection], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._jobs.put((action, future))
+        return future
+
+    def _write(self) -> None:
+        open_ = True
+        while open_:
+            jobs = [self._jobs.get()]
+            with suppress(queue.Empty):
+                while len(jobs) < _GROUP:
+                    jobs.append(self._jobs.get_nowait())
+            open_ = None not in jobs
+            self._commit([job for job in jobs if job is not None])
+
+    def _commit(self, jobs: list[Job]) -> None:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for action, _ in jobs:
+                action(self._connection)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            with suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            failure = StoreError(f"journal {self.path}: {error}")
+            for _, future in jobs:
+                future.set_exception(failure)
+        else:
+            for _, future in jobs:
+                future.set_result(None)
+
+
+class JournalReader:
+    """Reads a journal that may be written meanwhile, by this process or another. A missing one is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def keys(self) -> Iterator[tuple[str, str, str, int]]:
+        """(prompt_hash, status, finish_reason, max_new_tokens) of every answer."""
+        yield from self._query("SELECT prompt_hash, status, finish_reason, max_new_tokens FROM answers")
+
+    def answers(self, partition: str, limit: int = -1) -> Iterator[Answer]:
+        """The answers of a partition, in the order of their hashes."""
+        rows = self._query(
+            "SELECT body FROM answers WHERE partition = ? ORDER BY prompt_hash LIMIT ?", (partition, limit)
+        )
+        yield from (_answer(body) for (body,) in rows)
+
+    def lookup(self, hashes: list[str]) -> Iterator[Answer]:
+        for start in range(0, len(hashes), 500):
+            some = hashes[start : start + 500]
+            marks = ",".join("?" * len(some))
+            rows = self._query(f"SELECT body FROM answers WHERE prompt_hash IN ({marks})", tuple(some))
+            yield from (_answer(body) for (body,) in rows)
+
+    def partitions(self) -> dict[str, int]:
+        """Partitions with answers, and the bytes that each holds."""
+        return dict(self._query("SELECT partition, SUM(LENGTH(body)) FROM answers GROUP BY partition"))
+
+    def recall(self, key: str) -> Any:
+        """What was remembered under `key`, or None."""
+        rows = list(self._query("SELECT value FROM memory WHERE key = ?", (key,)))
+        return json.loads(rows[0][0]) if rows else None
+
+    def _query(self, sql: str, arguments: tuple[Any, ...] = ()) -> Iterator[Any]:
+        if not self.path.is_file():
+            return
+        try:
+            with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, timeout=30)) as connection:
+                yield from connection.execute(sql, arguments)
+        except sqlite3.OperationalError as error:
+            if "no such table" not in str(error):  # a journal that was just created
+                raise StoreError(f"journal {self.path}: {error}") from error
+        except sqlite3.Error as error:
+            raise StoreError(f"journal {self.path}: {error}") from error
+
+
+def _answer(body: bytes) -> Answer:
+    return Answer(**orjson.loads(body))
+
+
+def _execute(connection: sqlite3.Connection, sql: str, row: tuple[Any, ...]) -> None:
+    connection.execute(sql, row)
+
+
+def _execute_many(connection: sqlite3.Connection, sql: str, rows: list[tuple[str, str, int]]) -> None:
+    connection.executemany(sql, rows)

@@ -1,0 +1,117 @@
+"""Segments: immutable Parquet files of answers, `segments/<partition>/<milliseconds>-<random>.parquet`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from promptmill.errors import StoreError
+from promptmill.store.objects import Folder
+from promptmill.types import Answer
+
+_ids = pa.large_list(pa.int32())
+SCHEMA = pa.schema(
+    [
+        ("prompt_hash", pa.string()),
+        ("partition", pa.string()),
+        ("sample", pa.int32()),
+        ("turn", pa.int32()),
+        ("status", pa.string()),
+        ("finish_reason", pa.string()),
+        ("flags", pa.list_(pa.string())),
+        ("prompt_ids", _ids),
+        ("output_ids", _ids),
+        ("reasoning", pa.large_string()),
+        ("content", pa.large_string()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+        ("reasoning_tokens", pa.int64()),
+        ("resumed_tokens", pa.int64()),
+        ("max_new_tokens", pa.int64()),
+        ("model", pa.string()),
+        ("model_revision", pa.string()),
+        ("kv_dtype", pa.string()),
+        ("server", pa.string()),
+        ("created_at", pa.string()),
+        ("error", pa.large_string()),
+    ]
+)
+KEY_COLUMNS = ["prompt_hash", "status", "finish_reason", "max_new_tokens"]
+_ROW_GROUP = 500
+
+
+class Segments:
+    """All segments below a folder."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        """Oldest first: the first segment that holds a key wins."""
+        found = [n for n in self._folder.names("segments") if n.endswith(".parquet")]
+        return sorted(found, key=lambda name: name.rpartition("/")[2])
+
+    def write(self, partition: str, answers: Iterable[Answer]) -> str:
+        """Publish a segment, whole and verified; returns its name. Raises StoreError."""
+        rows = [asdict(answer) for answer in answers]
+        name = f"segments/{partition}/{time.time_ns() // 1_000_000:014d}-{uuid.uuid4().hex[:8]}.parquet"
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        try:
+            with TemporaryDirectory(prefix="promptmill-segment-") as scratch:
+                local = Path(scratch) / "segment.parquet"
+                pq.write_table(table, local, compression="zstd", row_group_size=_ROW_GROUP)
+                self._folder.put_file(local, name)
+        except (OSError, pa.ArrowException) as error:
+            raise StoreError(f"segment {self._folder.address(name)}: {error}") from error
+        if self._read(name, ["prompt_hash"]).num_rows != len(rows):
+            raise StoreError(f"segment {self._folder.address(name)}: rows are missing after writing it")
+        return name
+
+    def keys(self, names: Iterable[str]) -> Iterator[tuple[str, str, str, int]]:
+        """(prompt_hash, status, finish_reason, max_new_tokens) of every row."""
+        for name in names:
+            table = self._read(name, KEY_COLUMNS)
+            yield from zip(*(table.column(column).to_pylist() for column in KEY_COLUMNS), strict=True)
+
+    def flagged(self, flag: str, names: Iterable[str]) -> Iterator[str]:
+        """Hashes of the answers with this flag."""
+        for name in names:
+            table = self._read(name, ["prompt_hash", "flags"])
+            yield from (row["prompt_hash"] for row in table.to_pylist() if flag in row["flags"])
+
+    def lookup(self, hashes: Set[str], names: Iterable[str]) -> Iterator[Answer]:
+        """The answers to `hashes`, segment by segment in the order of `names`."""
+        wanted = pa.array(sorted(hashes), type=pa.string())
+        for name in names:
+            for batch in self._batches(name):
+                kept = batch.filter(pc.is_in(batch.column("prompt_hash"), value_set=wanted))
+                yield from (Answer(**row) for row in kept.to_pylist())
+
+    def _read(self, name: str, columns: list[str]) -> Any:
+        try:
+            with self._folder.open(name) as stream:
+                return pq.read_table(stream, columns=columns)
+        except pa.ArrowException as error:
+            raise self._broken(name, error) from error
+
+    def _batches(self, name: str) -> Iterator[Any]:
+        try:
+            with self._folder.open(name) as stream, pq.ParquetFile(stream) as file:
+                yield from file.iter_batches(batch_size=_ROW_GROUP)
+        except pa.ArrowException as error:
+            raise self._broken(name, error) from error
+
+    def _broken(self, name: str, error: Exception) -> StoreError:
+        return StoreError(
+            f"segment {self._folder.address(name)} cannot be read: {error}. "
+            "Move it away to have its prompts answered again."
+        )

@@ -1,0 +1,194 @@
+"""The nouns that the packages share. Plain data: no I/O, no behaviour beyond what the fields imply."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+Message = dict[str, Any]
+"""role, content (str), and where given: reasoning_content, tool_calls, tool_call_id, name."""
+
+Status = Literal["answered", "truncated", "empty", "flagged", "rejected", "failed", "pending"]
+
+STATUSES: tuple[Status, ...] = (
+    "answered",
+    "truncated",
+    "empty",
+    "flagged",
+    "rejected",
+    "failed",
+    "pending",
+)
+"""Every input row ends as exactly one of these, and they sum to the rows read."""
+
+WORST_FIRST: tuple[Status, ...] = (
+    "rejected",
+    "pending",
+    "failed",
+    "empty",
+    "truncated",
+    "flagged",
+    "answered",
+)
+"""A row with several answers (samples, turns) is as its worst one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One input row, understood.
+
+    `turns[k]` is what is said before answer k: the prompt of turn k is turns[0], answer 0, turns[1], answer
+    1, … turns[k]. A conversation that is answered once has one turn.
+    """
+
+    id: str
+    turns: list[list[Message]]
+    tools: list[dict[str, Any]] | None
+    location: str
+    """file:line, or file:row for formats without lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """An input row that cannot be used, and why."""
+
+    location: str
+    reason: str
+    """Short and countable, e.g. `bad_json`."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A prepared partition: small, JSON-able; the prompts themselves lie in the file at `path`."""
+
+    partition: str
+    key: str
+    """Hash of everything that the prompts depend on."""
+    path: str
+    """Parquet file of PromptRow, in input order."""
+    rejects_path: str
+    """JSON lines: location, reason, detail."""
+    format: str
+    rows: int
+    """Rows read: prompts + rejects."""
+    prompts: int
+    rejected: dict[str, int]
+    """Count by reason."""
+    examples: list[str]
+    """At most three rejects a reason, as one line of text each."""
+    prompt_tokens: int
+    longest_prompt: int
+    digest: str
+    """Hash of all prompt hashes, in order."""
+    max_new_tokens: int
+    identity: dict[str, Any]
+    """What the prompt hashes cover besides the prompts, by setting."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Manifest:
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One row of a manifest's file."""
+
+    row: int
+    """Position among the rows read, from 0."""
+    id: str
+    location: str
+    turns: list[list[Message]]
+    tools: list[dict[str, Any]] | None
+    input_ids: list[int]
+    """The rendered first turn."""
+    prompt_hashes: list[list[str]]
+    """By sample and turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to make: a turn of a sample of a row."""
+
+    prompt_hash: str
+    partition: str
+    input_ids: list[int]
+    sample: int
+    turn: int
+    max_new_tokens: int
+    row: PromptRow
+    messages: list[Message]
+    """What was rendered, earlier answers included."""
+    tries: int = 0
+    """Requests that failed through no fault of a server's death."""
+
+    def after_failed_try(self) -> Prompt:
+        return replace(self, tries=self.tries + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a server returned for one request. `finish_reason` is stop or length, nothing else."""
+
+    output_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One durable record of the store; the schema of a segment, field by field."""
+
+    prompt_hash: str
+    partition: str
+    sample: int
+    turn: int
+    status: str
+    """answered, truncated, empty, flagged or failed."""
+    finish_reason: str
+    """stop or length; empty for a failure."""
+    flags: list[str]
+    prompt_ids: list[int]
+    output_ids: list[int]
+    reasoning: str
+    content: str
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    resumed_tokens: int
+    max_new_tokens: int
+    """The cap that it was asked with."""
+    model: str
+    model_revision: str
+    kv_dtype: str
+    server: str
+    """The life that answered."""
+    created_at: str
+    """UTC, ISO 8601."""
+    error: str = ""
+    """Why a failed prompt failed."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The accounting of one partition."""
+
+    partition: str
+    counts: Counter[str] = field(default_factory=Counter)
+    rejected: dict[str, int] = field(default_factory=dict)
+    completion_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts[status] for status in STATUSES)
+
+    @property
+    def pending(self) -> int:
+        return self.counts["pending"]
+
+    def to_json(self) -> dict[str, int]:
+        return {"rows": self.rows, **{status: self.counts[status] for status in STATUSES}}

@@ -1,0 +1,125 @@
+"""What Prefect shows of a run: log lines, events, a progress bar a partition, tables and a report.
+
+Not tasks: they stand beside them, and the flow calls them from its own thread. Prompts and answers never
+reach Prefect, and no setting that may be secret does.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.events import emit_event
+
+from promptmill import events
+from promptmill.generation.mill import Mill
+from promptmill.release.card import accounting_table, reject_list
+from promptmill.run import Run
+from promptmill.types import Tally
+
+_EVERY_S = 3.0
+
+
+@contextmanager
+def in_prefect() -> Iterator[None]:
+    """Write this process's events into the flow run's log, and emit those that automations may want."""
+    logger = get_run_logger()
+
+    def show(event: events.Event) -> None:
+        match event:
+            case events.Figures():
+                return
+            case events.Died():
+                logger.error("%s", event)
+                _emit("promptmill.server.died", "server", event.name, cause=event.cause)
+                return
+            case events.Relaunching():
+                _emit("promptmill.server.relaunched", "server", str(event.attempt), why=event.why)
+            case events.GaveUp():
+                logger.error("%s", event)
+                _emit("promptmill.server.gave_up", "server", event.name, why=event.why)
+                return
+            case events.Released() if event.new:
+                _emit("promptmill.release.published", "release", event.revision, address=event.address)
+        logger.info("%s", event)
+
+    with events.listening(show):
+        yield
+
+
+class ProgressBars:
+    """One progress artifact a partition, brought up to date every few seconds at most."""
+
+    def __init__(self, mill: Mill) -> None:
+        self._mill = mill
+        self._bars: dict[str, UUID] = {}
+        self._shown: dict[str, float] = {}
+        self._last = 0.0
+
+    def update(self, always: bool = False) -> None:
+        now = time.monotonic()
+        if not always and now - self._last < _EVERY_S:
+            return
+        self._last = now
+        for part in self._mill.figures().partitions:
+            percent = 100.0 * part.done / part.total if part.total else 100.0
+            if part.partition not in self._bars:
+                artifact = create_progress_artifact(
+                    progress=percent,
+                    key=_key("progress", part.partition),
+                    description=f"{part.partition}: answers of {part.total:,} requests",
+                )
+                assert isinstance(artifact, UUID)
+                self._bars[part.partition] = artifact
+            elif percent != self._shown[part.partition]:
+                update_progress_artifact(artifact_id=self._bars[part.partition], progress=percent)
+            self._shown[part.partition] = percent
+
+
+def show_lives(run: Run) -> None:
+    """The table of the server's lives."""
+    if run.lives:
+        create_table_artifact(
+            key="server-lives",
+            table=[life.to_row() for life in run.lives],
+            description="Every life of the server in this run: facts, answers, cause of death, remedy.",
+        )
+
+
+def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | None) -> None:
+    """The report at the end, and a link to the release."""
+    outcome = str(release) if release else "No release."
+    lives = f"{len(run.lives)} server lives, {len(run.deaths)} ended on their own."
+    create_markdown_artifact(
+        key="report",
+        markdown=f"# {outcome}\n\n{accounting_table(tallies)}\n\n{lives}\n\n"
+        f"## Rejected\n\n{reject_list(tallies)}\n",
+        description="The accounting of this run: every row read stands in exactly one column.",
+    )
+    if release:
+        create_link_artifact(
+            key="release",
+            link=release.address,
+            link_text=release.revision,
+            description="Load it with datasets.load_dataset(<this>, view).",
+        )
+
+
+def _emit(event: str, kind: str, name: str, **payload: str) -> None:
+    emit_event(event=event, resource={"prefect.resource.id": f"promptmill.{kind}.{name}"}, payload=payload)
+
+
+def _key(*parts: str) -> str:
+    """Artifact keys are lower case letters, digits and dashes."""
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
