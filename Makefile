@@ -35,10 +35,14 @@ bench: $(VENV)/.dev
 	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "promptmill needs Python 3.11 or newer; name one with make PYTHON=…")'
 	@echo "making $(VENV) (a minute or two the first time)"
+ifeq ($(UV),$(BIN)/uv)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "promptmill needs Python 3.11 or newer; name one: make PYTHON=python3.12 …")'
 	@$(PYTHON) -m venv $(VENV)
-	@test "$(UV)" != "$(BIN)/uv" || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	@$(BIN)/pip install --quiet --disable-pip-version-check uv
+else
+	@$(UV) venv --quiet --python '>=3.11' $(VENV)
+endif
 
 $(VENV)/.cpu: pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) -e '.[cpu]'

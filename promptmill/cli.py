@@ -219,14 +219,14 @@ def _plan(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     from promptmill.console import print_accounting
     from promptmill.profile import load_profile
-    from promptmill.run import load_current
+    from promptmill.prompts.manifest import load_current
     from promptmill.store.store import Store
     from promptmill.types import Tally
 
     profile = load_profile(args.profile, args.overrides)
     store = Store(profile)
     store.refresh()
-    current = {part.name: load_current(store, part.name) for part in profile.partitions}
+    current = {part.name: load_current(store.manifests, part.name) for part in profile.partitions}
     tallies = [store.tally(m) if m is not None else Tally(name) for name, m in current.items()]
     if args.json:
         about = {"holder": store.lock.holder(), "release": _pointer(profile.release.url)}

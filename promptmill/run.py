@@ -238,7 +238,8 @@ class Run:
     def with_others(self, manifests: Sequence[Manifest]) -> list[Manifest]:
         """These manifests and the current ones of the profile's other partitions: what a release holds."""
         here = {manifest.partition: manifest for manifest in manifests}
-        known = (here.get(p.name) or load_current(self.store, p.name) for p in self.profile.partitions)
+        names = [part.name for part in self.profile.partitions]
+        known = (here.get(n) or manifests_.load_current(self.store.manifests, n) for n in names)
         return [manifest for manifest in known if manifest is not None]
 
     def publish(self, manifests: Sequence[Manifest]) -> Release:
@@ -271,11 +272,6 @@ class Run:
                 f"partition {after.partition}: {redone} of {len(known)} answered rows would be asked again, "
                 f"because of: {', '.join(changed)}. Undo the change, or pass --accept-redo."
             )
-
-
-def load_current(store: Store, partition: str) -> Manifest | None:
-    """The partition's manifest of the last run or plan."""
-    return manifests_.load_current(store.manifests, partition)
 
 
 def check(profile: Profile, request: RunRequest) -> None:

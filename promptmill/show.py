@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from promptmill.errors import ConfigError
-from promptmill.prompts.manifest import read_prompts
-from promptmill.run import load_current
+from promptmill.prompts.manifest import load_current, read_prompts
 from promptmill.settings import Profile
 from promptmill.store.store import Store
 from promptmill.types import Answer, PromptRow
@@ -55,7 +54,7 @@ def show(profile: Profile, wanted: Filter) -> int:
 def _rows(store: Store, partitions: list[str], wanted: Filter) -> Iterator[tuple[str, PromptRow]]:
     flagged = store.with_flag(wanted.flag) if wanted.flag else None
     for partition in partitions:
-        manifest = load_current(store, partition)
+        manifest = load_current(store.manifests, partition)
         for row in read_prompts(manifest) if manifest else ():
             hashes = [h for chain in row.prompt_hashes for h in chain if store.known(h)]
             if not hashes or (wanted.id is not None and row.id != wanted.id):

@@ -52,6 +52,9 @@ class OpenAIClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         await self._client.close()
 
     async def complete(

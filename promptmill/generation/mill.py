@@ -21,17 +21,18 @@ import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from promptmill import events
 from promptmill.chat import ChatRenderer
 from promptmill.errors import PromptmillError, PromptRejected, ServerBusy, ServerDied, ServerError, StoreError
-from promptmill.generation.client import OpenAIClient
+from promptmill.generation.deadline import end_of_run
 from promptmill.generation.figures import Counter, Meter
 from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import PromptMaker, Recorder, unrenderable
+from promptmill.generation.replica import Replica
 from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys
 from promptmill.serving.gate import Facts
@@ -44,8 +45,6 @@ MAX_TRIES = 3
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
-_DEATH_CONFIRMED_S = 3.0
-_BUSY_PAUSE_S = 1.0
 
 
 class MillBroke(PromptmillError):
@@ -83,19 +82,6 @@ class _Partition:
     over: bool = False
 
 
-@dataclass(slots=True)
-class _Replica:
-    server: Server
-    client: OpenAIClient
-    window: int
-    kv_dtype: str
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    answers: int = 0
-    last_token_at: float = 0.0
-    paused_until: float = 0.0
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Mill:
     """See the module. One instance a run."""
 
@@ -115,7 +101,7 @@ class Mill:
         self._partitions = {m.partition: self._partition(m, renderer) for m in manifests}
         self._picker = Picker()
         self._meter = Meter()
-        self._replicas: list[_Replica] = []
+        self._replicas: list[Replica] = []
         self._under_way: set[str] = set()
         self._failed_here: set[str] = set()
         self._in_class: dict[str, int] = {}
@@ -128,7 +114,7 @@ class Mill:
         self._finished = False
         self._chaos_left = profile.chaos.kill_server_after_answers
         self._answers = 0
-        self._deadline = _deadline(profile, datetime.now())
+        self._deadline = end_of_run(profile.run, datetime.now())
         self._thread = threading.Thread(target=self._main, name="mill", daemon=True)
         self._ready = threading.Event()
 
@@ -232,10 +218,8 @@ class Mill:
             await self._closing.wait()
             for task in owned:
                 task.cancel()
-            for replica in list(self._replicas):
-                for task in replica.tasks:
-                    task.cancel()
-                replica.gone.set()
+            for replica in self._replicas:
+                replica.close()
         try:
             await asyncio.to_thread(self._store.seal_all)
         except StoreError as error:
@@ -265,21 +249,17 @@ class Mill:
             or self._store.is_done(prompt.prompt_hash, prompt.max_new_tokens, self._retry_failed)
         )
 
-    def _roomiest(self) -> _Replica | None:
-        now = time.monotonic()
-        open_ = [r for r in self._replicas if len(r.tasks) < r.window and r.paused_until <= now]
-        return min(open_, key=lambda r: len(r.tasks) / r.window, default=None)
+    def _roomiest(self) -> Replica | None:
+        return min((r for r in self._replicas if r.has_room()), key=lambda r: r.fill, default=None)
 
-    def _send(self, prompt: Prompt, replica: _Replica) -> None:
+    def _send(self, prompt: Prompt, replica: Replica) -> None:
         part = self._partitions[prompt.partition]
-        if not replica.tasks:
-            replica.last_token_at = time.monotonic()
         self._count_in_flight(part, prompt, +1)
         task = self._group.create_task(self._one(prompt, part, replica))
-        replica.tasks.add(task)
+        replica.add(task)
         task.add_done_callback(lambda _: self._sent(prompt, part, replica, task))
 
-    def _sent(self, prompt: Prompt, part: _Partition, replica: _Replica, task: asyncio.Task[None]) -> None:
+    def _sent(self, prompt: Prompt, part: _Partition, replica: Replica, task: asyncio.Task[None]) -> None:
         replica.tasks.discard(task)
         self._count_in_flight(part, prompt, -1)
         self._wake.set()
@@ -293,11 +273,11 @@ class Mill:
         else:
             self._under_way.discard(prompt.prompt_hash)
 
-    async def _one(self, prompt: Prompt, part: _Partition, replica: _Replica) -> None:
+    async def _one(self, prompt: Prompt, part: _Partition, replica: Replica) -> None:
         """One request, from sending it to a durable record or back to the picker."""
 
         def on_tokens(n: int) -> None:
-            replica.last_token_at = time.monotonic()
+            replica.saw_tokens()
             self._meter.counters[prompt.partition].tokens += n
 
         try:
@@ -310,7 +290,7 @@ class Mill:
         except PromptRejected as error:
             await self._give_up(prompt, part, str(error), replica)
         except ServerBusy:
-            replica.paused_until = time.monotonic() + _BUSY_PAUSE_S
+            replica.pause()
             self._picker.put_ahead(prompt)
         except ServerError as error:
             await self._failed_try(prompt, part, replica, error)
@@ -320,7 +300,7 @@ class Mill:
             await self._answered(prompt, part, replica, completion)
 
     async def _answered(
-        self, prompt: Prompt, part: _Partition, replica: _Replica, completion: Completion
+        self, prompt: Prompt, part: _Partition, replica: Replica, completion: Completion
     ) -> None:
         server = replica.server.name
         answer = self._recorder.answered(prompt, completion, server, replica.kv_dtype)
@@ -337,16 +317,15 @@ class Mill:
             if following is not None:
                 self._picker.put_ahead(following)
 
-    async def _give_up(self, prompt: Prompt, part: _Partition, why: str, replica: _Replica) -> None:
+    async def _give_up(self, prompt: Prompt, part: _Partition, why: str, replica: Replica) -> None:
         self._failed_here.add(prompt.prompt_hash)
         await self._record(prompt, part, self._recorder.failed(prompt, why, replica.server.name))
 
     async def _failed_try(
-        self, prompt: Prompt, part: _Partition, replica: _Replica, error: ServerError
+        self, prompt: Prompt, part: _Partition, replica: Replica, error: ServerError
     ) -> None:
         """A server's death is not the prompt's fault; anything else counts, up to MAX_TRIES."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(replica.gone.wait(), _DEATH_CONFIRMED_S)
+        if await replica.turns_out_dead():
             self._picker.put_ahead(prompt)
             return
         again = prompt.after_failed_try()
@@ -367,7 +346,7 @@ class Mill:
         self._meter.answered(answer.partition, turns_left)
         return True
 
-    def _maybe_chaos(self, replica: _Replica) -> None:
+    def _maybe_chaos(self, replica: Replica) -> None:
         if self._chaos_left and self._answers >= self._chaos_left and replica.server.process:
             self._chaos_left = 0
             events.tell(events.Notice("[chaos] killing the server now (SIGKILL), as the profile asks"))
@@ -376,51 +355,22 @@ class Mill:
     # --- servers
 
     async def _join(self, server: Server, facts: Facts) -> None:
-        window = self._profile.server.max_in_flight
-        client = OpenAIClient(server.url, server.api_key, facts.served_model_name)
-        replica = _Replica(
-            server,
-            client,
-            min(window, facts.slots or window),
-            facts.kv_dtype or "",
-            last_token_at=time.monotonic(),
-        )
+        limits = self._profile.server
+        replica = Replica(server, facts, limits.max_in_flight, limits.inactivity_timeout_s)
         self._replicas.append(replica)
         self._group.create_task(self._watch(replica))
         self._wake.set()
 
-    async def _watch(self, replica: _Replica) -> None:
-        """Until the server is gone or silent; then its prompts go back and its tasks are ended."""
-        cause = ""
-        while not cause and not replica.gone.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(replica.gone.wait(), _TICK_S)
-            cause = self._death_cause(replica)
-        replica.gone.set()
-        tasks = list(replica.tasks)
-        if cause:
-            _, slow = await asyncio.wait(tasks, timeout=1.0) if tasks else (set(), set())
-            for task in slow:  # a stream of a stuck server does not end by itself
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await replica.client.__aexit__(None, None, None)
+    async def _watch(self, replica: Replica) -> None:
+        cause = await replica.watch()
         self._replicas.remove(replica)
         if cause:
             self._lose(replica, cause)
 
-    def _death_cause(self, replica: _Replica) -> str:
-        process = replica.server.process
-        if process is not None and not process.alive:
-            return f"the process ended with status {process.exit_status}"
-        silent = time.monotonic() - replica.last_token_at
-        if replica.tasks and silent > self._profile.server.inactivity_timeout_s:
-            return f"no token for {silent:.0f} s with {len(replica.tasks)} requests in flight"
-        return ""
-
-    def _lose(self, replica: _Replica, cause: str) -> None:
+    def _lose(self, replica: Replica, cause: str) -> None:
         events.tell(events.Died(replica.server.name, cause))
-        if self._replicas or self._closing.is_set():
-            self._wake.set()
+        self._wake.set()
+        if self._replicas:
             return
         for name, part in self._partitions.items():
             self._picker.remove(name)
@@ -534,8 +484,7 @@ class Mill:
                 for replica in self._replicas:
                     for task in replica.tasks:
                         task.cancel()
-            if any(r.paused_until and r.paused_until <= now for r in self._replicas):
-                self._wake.set()
+            self._wake.set()  # a pause may be over
             if now - told >= _FIGURES_S and self._replicas:
                 told = now
                 events.tell(self._meter.figures(now))
@@ -555,15 +504,3 @@ class Mill:
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _deadline(profile: Profile, now: datetime) -> datetime | None:
-    """The earlier of max_hours and the next time that the clock shows stop_at."""
-    ends = []
-    if profile.run.max_hours is not None:
-        ends.append(now + timedelta(hours=profile.run.max_hours))
-    if profile.run.stop_at is not None:
-        hour, minute = map(int, profile.run.stop_at.split(":"))
-        end = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
-        ends.append(end if end > now else end + timedelta(days=1))
-    return min(ends, default=None)

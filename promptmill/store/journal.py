@@ -144,6 +144,8 @@ class Journal:
             self._commit([job for job in jobs if job is not None])
 
     def _commit(self, jobs: list[Job]) -> None:
+        for _, future in jobs:
+            future.set_running_or_notify_cancel()  # from here on it is written, whoever stops waiting
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for action, _ in jobs:
@@ -154,10 +156,12 @@ class Journal:
                 self._connection.execute("ROLLBACK")
             failure = StoreError(f"journal {self.path}: {error}")
             for _, future in jobs:
-                future.set_exception(failure)
+                if not future.cancelled():
+                    future.set_exception(failure)
         else:
             for _, future in jobs:
-                future.set_result(None)
+                if not future.cancelled():
+                    future.set_result(None)
 
 
 class JournalReader:

@@ -1,0 +1,143 @@
+"""A small profile on the embedded engine, and commands run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+PROFILE = """
+model = "embedded:smollm2"
+[server]
+engine = "llama_cpp"
+startup_timeout_s = 120
+[server.flags]
+parallel = 4
+ctx-size = 4096
+[chat]
+template = "{root}/deployments/demo/chat_template.jinja"
+[sampling]
+temperature = 0.6
+seed = 3
+ebnf = '''root ::= [^<]{{5,40}} "\\n" <[9617]> <[17400]> <[46]> "\\n\\n" [^<]{{5,60}}'''
+[classes.short]
+max_new_tokens = 64
+[store]
+url = "data/store"
+[release]
+url = "data/release"
+[[partitions]]
+name = "A_text"
+source = "a.jsonl"
+[[partitions]]
+name = "B_turns"
+source = "b.jsonl"
+"""
+TOPICS = (
+    "rain",
+    "bread",
+    "rivers",
+    "clocks",
+    "maps",
+    "tea",
+    "bridges",
+    "salt",
+    "wool",
+    "ink",
+    "moss",
+    "kites",
+)
+
+
+@dataclass
+class Place:
+    """A folder to run commands in, with a Prefect home and a mark on every process started from it."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def environ(self) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "PROMPTMILL_"))}
+        return {
+            **inherited,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PREFECT_HOME": str(self.folder / "prefect"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+            "TEST_MARK": self.mark,
+            **self.env,
+        }
+
+    def run(self, *command: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environ(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(self, *command: str, log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("wb") as output:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=self.environ(), stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that was started from here, however far down."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TEST_MARK") == self.mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_until_empty(self, timeout_s: float) -> list[psutil.Process]:
+        _, alive = psutil.wait_procs(self.processes(), timeout=timeout_s)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll, bounded: what is waited for happens in another process."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    here = Place(tmp_path)
+    yield here
+    leftover = here.processes()
+    for process in leftover:
+        process.kill()
+    psutil.wait_procs(leftover, timeout=10)
+
+
+@pytest.fixture
+def small(place: Place) -> Place:
+    """`place` with small.toml: 12 prompts, and 3 conversations of two turns."""
+    (place.folder / "small.toml").write_text(PROFILE.format(root=ROOT), encoding="utf-8")
+    texts = [{"id": f"a-{topic}", "prompt": f"Tell me something about {topic}."} for topic in TOPICS]
+    turns = [{"id": f"b-{t}", "turns": [f"What is {t} for?", "And who needs it?"]} for t in TOPICS[:3]]
+    for name, rows in (("a.jsonl", texts), ("b.jsonl", turns)):
+        (place.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return place
