@@ -11,6 +11,9 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python -c constraints.txt
 # What the demo does with Prefect stays in data/ as well.
 DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 
+# Byte code is kept, whatever the caller's habit is: Prefect alone compiles for seconds otherwise.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint unit check bench constraints clean
 

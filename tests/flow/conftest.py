@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from place import place, small
+from place import migrated, place, small
 
-__all__ = ["place", "small"]
+__all__ = ["migrated", "place", "small"]

@@ -1,0 +1,112 @@
+"""The walk of docs/quickstart.md: a server, a work pool, a worker, `prefect deployment run`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from place import ROOT, Place, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def served(place: Place) -> Iterator[httpx.Client]:
+    """A Prefect server and a worker of the pool `promptmill`; yields a client of the API."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    place.env["PREFECT_API_URL"] = url
+    server = place.start("prefect", "server", "start", "--port", str(port), "--no-ui", log="server.log")
+    worker = None
+    try:
+        with httpx.Client(base_url=url, trust_env=False, timeout=30) as api:
+
+            def healthy() -> bool:
+                try:
+                    return api.get("/health").status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            wait_for(healthy, 90, "Prefect server")
+            create = place.run("prefect", "work-pool", "create", "promptmill", "--type", "process")
+            assert create.returncode == 0, create.stdout + create.stderr
+            deploy = place.run("prefect", "--no-prompt", "deploy", "--all")
+            assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+            worker = place.start("prefect", "worker", "start", "--pool", "promptmill", log="worker.log")
+            yield api
+    finally:
+        for process in (worker, server):
+            if process is not None:
+                process.terminate()
+                process.wait(timeout=60)
+
+
+def run_deployment(place: Place, api: httpx.Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run on-demand to its end; the flow run and its task runs."""
+    done = place.run(
+        "prefect", "deployment", "run", "regenerate/on-demand", "-p", "profile=small.toml", "--watch"
+    )
+    logs = (place.folder / "worker.log").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    started = {"flow_runs": {"start_time": {"is_null_": False}}}  # the nightly schedule has runs to come
+    flow_runs = api.post("/flow_runs/filter", json={**started, "sort": "START_TIME_DESC", "limit": 1}).json()
+    wanted = {"flow_runs": {"id": {"any_": [flow_runs[0]["id"]]}}}
+    return flow_runs[0], api.post("/task_runs/filter", json=wanted).json()
+
+
+def test_deployment_runs_and_the_second_time_is_cached_without_a_server(small: Place) -> None:
+    shutil.copy(ROOT / "prefect.yaml", small.folder)
+    with served(small) as api:
+        flow_run, tasks = run_deployment(small, api)
+        assert flow_run["state_name"] == "Completed"
+        kinds = Counter(task["name"].split("-")[0].split(" ")[0] for task in tasks)
+        assert kinds == {
+            "prepare": 2,
+            "launch_server": 1,
+            "health_gate": 1,
+            "generate": 2,
+            "publish_dataset": 1,
+        }
+        assert {task["state_name"] for task in tasks} == {"Completed"}
+
+        artifacts = api.post("/artifacts/filter", json={}).json()
+        by_key = {artifact["key"]: artifact for artifact in artifacts}
+        assert by_key.keys() >= {"progress-a-text", "progress-b-turns", "server-lives", "report", "release"}
+        assert by_key["progress-a-text"]["data"] == 100.0
+        lives = json.loads(by_key["server-lives"]["data"])
+        assert len(lives) == 1
+        assert lives[0]["answers"] >= 15
+        assert "| A_text | 12 |" in by_key["report"]["data"]
+
+        flow_run, tasks = run_deployment(small, api)
+        assert flow_run["state_name"] == "Completed"
+        states = {task["name"]: task["state_name"] for task in tasks}
+        assert {name.split("-")[0] for name in states} == {
+            "prepare A_text",
+            "prepare B_turns",
+            "generate A_text",
+            "generate B_turns",
+            "publish_dataset",
+        }
+        assert {state for name, state in states.items() if "publish" not in name} == {"Cached"}
+
+        deployments = api.post("/deployments/filter", json={}).json()
+        nightly = next(d for d in deployments if d["name"] == "nightly")
+        assert nightly["schedules"][0]["slug"] == "nightly"
+        assert nightly["schedules"][0]["schedule"]["timezone"] == "UTC"
+        assert nightly["global_concurrency_limit"]["limit"] == 1
+        assert {d["name"] for d in deployments} == {"demo", "on-demand", "nightly"}
+    assert small.wait_until_empty(15) == []
