@@ -15,7 +15,7 @@ DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit check bench constraints clean
+.PHONY: help demo test lint unit check bench docs constraints clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 3
@@ -33,6 +33,9 @@ lint: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make_settings.py > docs/settings.md
 
 bench: $(VENV)/.dev
 	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done

@@ -36,7 +36,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, settings: ChatSettings) -> None:
         """Raises ConfigError for a template that is missing and markers that do not survive a round trip."""
         self._tokenizer = tokenizer
-        self._template = _read_template(settings.template) if settings.template else None
+        self._template = read_template(settings)
         self._kwargs = settings.template_kwargs
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the model has no chat template; name one in chat.template.")
@@ -61,8 +61,8 @@ class ChatRenderer:
         ids = list(output_ids)
         opened = self._opened(prompt_ids)
         skip = 0
-        if not opened and self.open_ids and ids[: len(self.open_ids)] == self.open_ids:
-            opened, skip = True, len(self.open_ids)
+        if self.open_ids and ids[: len(self.open_ids)] == self.open_ids:
+            opened, skip = True, len(self.open_ids)  # some models repeat the marker that opened the prompt
         if not opened or not self.close_ids:
             return Split("", self.decode(ids).strip(), 0, [])
         at = _find(ids, self.close_ids)
@@ -140,8 +140,11 @@ def _find(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
     return next((i for i in starts if list(ids[i : i + n]) == list(wanted)), None)
 
 
-def _read_template(path: str) -> str:
+def read_template(settings: ChatSettings) -> str | None:
+    """The template that the profile names, or None for the model's own. Raises ConfigError."""
+    if not settings.template:
+        return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(settings.template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat.template {path!r}: cannot be read: {error}.") from None
+        raise ConfigError(f"chat.template {settings.template!r}: cannot be read: {error}.") from None

@@ -100,7 +100,7 @@ def _set(raw: dict[str, Any], dotted: list[str], text: str, what: str) -> None:
     for depth, part in enumerate(dotted):
         key, model = _step(model, part, here, what)
         if depth == len(dotted) - 1:
-            if _as_model(model) is not None:
+            if _as_model(model) is not None or model == dict[str, PartitionSettings]:
                 raise ConfigError(f"{what}: {'.'.join(dotted)} is a table; name a setting inside it.")
             here[key] = _parse(text, model)
             return
@@ -126,7 +126,9 @@ def _step(model: Any, part: str, here: Mapping[str, Any], what: str) -> tuple[st
         key = _match(part, here)
         if key is None and value_type is PartitionSettings:
             raise ConfigError(f"{what}: there is no partition {part!r}.{_did_you_mean(part, here)}")
-        return key or part.lower() if part.isupper() else key or part, value_type
+        if key is None:  # a new name; those of the environment are upper-case, as in server.env
+            key = part.lower() if part.isupper() and value_type is not str else part
+        return key, value_type
     raise ConfigError(f"{what}: nothing has a name below a plain value ({part!r}).")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from promptmill import events
-from promptmill.chat import ChatRenderer
+from promptmill.chat import ChatRenderer, read_template
 from promptmill.errors import ConfigError, LaunchFailed, LockHeld, ServerError, StoreError
 from promptmill.generation.mill import Lost, Mill
 from promptmill.model import Model, load_tokenizer, resolve_model
@@ -281,6 +281,9 @@ def check(profile: Profile, request: RunRequest) -> None:
     """
     check_request(profile, request)
     command.check_engine(profile)
+    command.context_tokens(profile)
+    resolve_model(profile)
+    read_template(profile.chat)
     lock = Store(profile).lock
     if holder := lock.holder():
         raise LockHeld(f"another run holds {lock.path}: {holder}. `promptmill stop` ends it in good order.")

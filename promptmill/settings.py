@@ -97,14 +97,23 @@ class SamplingSettings(Section):
     """Sampling, under SGLang's native names. What is None is left to the server."""
 
     temperature: float = Field(default=1.0, ge=0)
+    """0 takes the likeliest token each time."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability."""
     top_k: int | None = None
+    """Sample from this many of the likeliest tokens."""
     min_p: float | None = Field(default=None, ge=0, le=1)
+    """Leave out tokens below this share of the likeliest one's probability."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Taken off a token's logit for each time that it was generated."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Taken off a token's logit once it was generated."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    """Divides the logits of tokens that occurred; 1 changes nothing."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] | None = None
+    """Texts that end an answer."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    """Token ids that end an answer, besides the model's own."""
     seed: int | None = None
     """Sample k of a prompt is asked with seed + k."""
     ebnf: str | None = None
@@ -143,18 +152,27 @@ class ColumnSettings(Section):
     """Which columns of the source hold what; empty: the usual names are looked for."""
 
     prompt: str = ""
+    """The text, the messages or the turns. Empty: messages, conversations, turns, prompt, question, text,
+    input or instruction, the first that a row has."""
     id: str = ""
+    """The row's own id, kept in the release. Empty: id, task_id, question_id, uuid or conversation_id, else
+    the row's place."""
     tools: str = ""
+    """Functions that may be called, as a list or as JSON text. Empty: tools."""
     system: str = ""
+    """A system message to put first. Empty: none."""
 
 
 class PartitionSettings(Section):
     """One source of prompts and how it is answered."""
 
     name: Name
+    """Stands in the release's file names and in overrides."""
     source: str
     """A file, a directory, a glob, or s3://…: .jsonl, .json, .parquet, also .gz and .zst."""
     format: Literal["auto", "messages", "text", "turns"] = "auto"
+    """What the prompt column holds: `messages` lists of role and content, `text` one user message, `turns` a
+    list of user messages to be asked in turn. `auto` goes by the first row."""
     columns: ColumnSettings = ColumnSettings()
     length_class: str = Field(default="short", alias="class")
     """A name under [classes]."""
@@ -179,6 +197,7 @@ class ReleaseSettings(Section):
     url: str = "data/release"
     """A directory or s3://bucket/prefix."""
     views: list[Literal["conversations", "turns"]] = Field(default=["conversations", "turns"], min_length=1)
+    """Tables to publish; the first is the default one."""
     allow_incomplete: bool = False
     """Publish although rows are pending."""
     shard_mb: int = Field(default=256, ge=1)

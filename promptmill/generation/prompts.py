@@ -110,7 +110,8 @@ class Recorder:
         )
 
     def failed(self, prompt: Prompt, reason: str, server: str) -> Answer:
-        return replace(self._blank(prompt, server), status="failed", error=reason)
+        sayable = reason.encode("utf-8", "replace").decode()  # a server's words may hold lone surrogates
+        return replace(self._blank(prompt, server), status="failed", error=sayable)
 
     def _blank(self, prompt: Prompt, server: str) -> Answer:
         return Answer(

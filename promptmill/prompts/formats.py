@@ -7,12 +7,11 @@ turns     a list of user turns, each answered on the answers before it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from promptmill.errors import ConfigError, PromptRejected
-from promptmill.prompts.sources import RawRow
+from promptmill.prompts.sources import RawRow, loads
 from promptmill.settings import ColumnSettings
 from promptmill.types import Conversation, Message
 
@@ -23,13 +22,19 @@ KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 def choose_format(row: Mapping[str, Any], columns: ColumnSettings) -> str:
-    """The format that fits the value in the prompt column. Raises ConfigError where none does."""
+    """The format that fits the value in the prompt column.
+
+    Raises PromptRejected where the column is there and empty, so that the next row may tell, and ConfigError
+    where no format fits.
+    """
     column = _prompt_column(row, columns)
     value = row.get(column) if column else None
     if isinstance(value, str):
         return "text"
     if isinstance(value, list) and value:
         return "turns" if all(isinstance(item, str) for item in value) else "messages"
+    if column in row and value in (None, []):
+        raise PromptRejected("no_messages", f"{column} is empty")
     raise ConfigError(
         f"no column with prompts was recognised among {', '.join(row) or 'none'}; "
         "set columns.prompt and format (messages, text or turns)."
@@ -94,11 +99,21 @@ def _message(item: Any, column: str) -> Message:
     if not isinstance(item, dict):
         raise PromptRejected("bad_message", f"{column} holds {type(item).__name__} where a message belongs")
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise PromptRejected("unknown_role", f"role {role!r}; known: {', '.join(ROLES)}")
     message: Message = {"role": ROLES[role], "content": _content(item.get("content"), column, item)}
     message.update({key: item[key] for key in KEPT if item.get(key) is not None})
+    if not _are_calls(message.get("tool_calls", [])):
+        raise PromptRejected(
+            "bad_tool_calls", f"a message in {column} has tool_calls that are no list of calls"
+        )
     return message
+
+
+def _are_calls(calls: Any) -> bool:
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls
+    )
 
 
 def _content(value: Any, column: str, item: Mapping[str, Any]) -> str:
@@ -138,7 +153,7 @@ def _tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 def _from_json(text: str, column: str) -> Any:
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError as error:
         raise PromptRejected("bad_json", f"{column} is text and not JSON: {error}") from None
 

@@ -148,8 +148,8 @@ def read_prompts(manifest: Manifest) -> Iterator[PromptRow]:
                     row=row["row"],
                     id=row["id"],
                     location=row["location"],
-                    turns=orjson.loads(row["turns"]),
-                    tools=orjson.loads(row["tools"]) if row["tools"] else None,
+                    turns=sources.loads(row["turns"]),
+                    tools=sources.loads(row["tools"]) if row["tools"] else None,
                     input_ids=row["input_ids"],
                     prompt_hashes=row["prompt_hashes"],
                 )
@@ -199,9 +199,15 @@ def _write(preparation: Preparation, summary: _Summary, prompts_file: Any, rejec
     batch: list[PromptRow] = []
     with pq.ParquetWriter(prompts_file, _SCHEMA, compression="zstd") as writer:
         for index, raw in enumerate(islice(rows, preparation.limit)):
-            if fmt == "auto" and isinstance(raw, sources.RawRow):
-                fmt = _choose(raw, part)
-            result = raw if isinstance(raw, Reject) else reader.read(index, raw, fmt)
+            result: PromptRow | Reject
+            if isinstance(raw, Reject):
+                result = raw
+            else:
+                try:
+                    fmt = _choose(raw, part) if fmt == "auto" else fmt
+                    result = reader.read(index, raw, fmt)
+                except PromptRejected as error:
+                    result = Reject(raw.location, error.reason, error.detail)
             if isinstance(result, Reject):
                 summary.reject(result)
                 rejects_file.write(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE))
@@ -223,7 +229,7 @@ def _choose(raw: sources.RawRow, part: PartitionSettings) -> str:
 
 
 class _RowReader:
-    """One raw row to a prompt row or a reject."""
+    """One raw row to a prompt row."""
 
     def __init__(self, preparation: Preparation) -> None:
         profile, part = preparation.profile, preparation.partition
@@ -235,13 +241,11 @@ class _RowReader:
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
 
-    def read(self, index: int, raw: sources.RawRow, fmt: str) -> PromptRow | Reject:
-        try:
-            conversation = formats.to_conversation(raw, fmt, self._part.columns, self._part.mode)
-            ids = self._renderer.render(conversation.turns[0], conversation.tools)
-            self._check_length(len(ids))
-        except PromptRejected as error:
-            return Reject(raw.location, error.reason, error.detail)
+    def read(self, index: int, raw: sources.RawRow, fmt: str) -> PromptRow:
+        """Raises PromptRejected."""
+        conversation = formats.to_conversation(raw, fmt, self._part.columns, self._part.mode)
+        ids = self._renderer.render(conversation.turns[0], conversation.tools)
+        self._check_length(len(ids))
         later = conversation.turns[1:]
         hashes = [self._hash.chain(self._hash(ids, sample), later) for sample in self._samples]
         return PromptRow(
@@ -255,13 +259,20 @@ class _RowReader:
             )
 
 
+def _dumps(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # nested over 254 levels, or an integer over 64 bits: json reads both
+        return json.dumps(value, ensure_ascii=False)
+
+
 def _to_arrow(rows: list[PromptRow]) -> pa.RecordBatch:
     columns = {
         "row": [r.row for r in rows],
         "id": [r.id for r in rows],
         "location": [r.location for r in rows],
-        "turns": [orjson.dumps(r.turns).decode() for r in rows],
-        "tools": [orjson.dumps(r.tools).decode() if r.tools else None for r in rows],
+        "turns": [_dumps(r.turns) for r in rows],
+        "tools": [_dumps(r.tools) if r.tools else None for r in rows],
         "input_ids": [r.input_ids for r in rows],
         "prompt_hashes": [r.prompt_hashes for r in rows],
     }

@@ -1,7 +1,7 @@
 """Files of prompts, read as a stream of rows. Types are never inferred: a value is what the file says.
 
 Compression is told by magic bytes, not by name. JSON is read by orjson, and what orjson refuses (lone
-surrogates, NaN, integers over 64 bits) by the standard library; lone surrogates become U+FFFD.
+surrogates, NaN) by the standard library; lone surrogates become U+FFFD.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import IO, Any, cast
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from promptmill.errors import ConfigError
 from promptmill.types import Reject
@@ -46,10 +45,11 @@ def list_files(source: str) -> list[Path]:
         raise ConfigError(f"source {source!r}: only local files, directories and globs can be read.")
     path = Path(source)
     if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.is_file() and _is_prompt_file(p)]
+        inside = (p for p in sorted(path.rglob("*")) if p.is_file())
+        found = [p for p in inside if _is_prompt_file(p.relative_to(path))]
         kinds = ", ".join(SUFFIXES)
         problem = f"the directory holds no prompt file ({kinds}, also with .gz or .zst)"
-    elif any(c in source for c in "*?["):
+    elif any(c in source for c in "*?[") and not path.is_file():
         found = [Path(p) for p in sorted(glob.glob(source, recursive=True)) if Path(p).is_file()]  # noqa: PTH207  a source is a whole pattern, not a pattern below a folder
         problem = "no file matches"
     else:
@@ -112,7 +112,9 @@ def _read_text(path: Path, magic: bytes) -> Iterator[RawRow | Reject]:
             for n, line in enumerate(stream, 1):
                 if line.strip():
                     yield _parse_line(f"{path}:{n}", line)
-        except (EOFError, zlib.error, zstandard.ZstdError) as error:
+        except (EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk's, not the compression's
             raise ConfigError(
                 f"source {path}: the compressed file breaks off after {n} lines ({error}). "
                 "Fetch it again, or decompress what is there and name that file."
@@ -123,7 +125,8 @@ def _open_text(path: Path, magic: bytes) -> io.BufferedReader:
     if magic[:2] == b"\x1f\x8b":
         return io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb")))
     if magic == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(cast(io.RawIOBase, zstandard.open(path, "rb")))
+        # The package zstandard ends in silence where a file is cut; Arrow says so.
+        return io.BufferedReader(cast(io.RawIOBase, pa.input_stream(str(path), compression="zstd")))
     return path.open("rb")
 
 
@@ -138,9 +141,15 @@ def _first_byte(stream: io.BufferedReader) -> bytes:
 
 
 def _read_array(path: Path, stream: IO[bytes]) -> Iterator[RawRow | Reject]:
+    data = stream.read()
     try:
-        items = _loads(stream.read())
+        items = loads(data)
     except ValueError as error:
+        if _is_json(data.lstrip().partition(b"\n")[0]):  # JSON lines, and the first one holds an array
+            for n, line in enumerate(io.BytesIO(data), 1):
+                if line.strip():
+                    yield _parse_line(f"{path}:{n}", line)
+            return
         yield Reject(f"{path}:1", "bad_json", f"the file starts with '[' and is not a JSON array: {error}")
         return
     for n, item in enumerate(items, 1):
@@ -149,7 +158,7 @@ def _read_array(path: Path, stream: IO[bytes]) -> Iterator[RawRow | Reject]:
 
 def _parse_line(location: str, line: bytes) -> RawRow | Reject:
     try:
-        return _as_row(location, _loads(line))
+        return _as_row(location, loads(line))
     except ValueError as error:
         if not line.endswith(b"\n"):
             return Reject(location, "cut_line", f"the last line is not whole JSON: {error}")
@@ -162,7 +171,16 @@ def _as_row(location: str, item: object) -> RawRow | Reject:
     return Reject(location, "not_an_object", f"expected an object, found {type(item).__name__}")
 
 
-def _loads(data: bytes) -> Any:
+def _is_json(data: bytes) -> bool:
+    try:
+        loads(data)
+    except ValueError:
+        return False
+    return True
+
+
+def loads(data: bytes | str) -> Any:
+    """What JSON says, fit to be encoded again. Raises ValueError."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -102,7 +102,12 @@ class _Publisher:
         pointer = self._folder.read_bytes(POINTER)
         if pointer is None:
             return None
-        revision = json.loads(pointer)["revision"]
+        try:
+            revision = json.loads(pointer)["revision"]
+        except (ValueError, KeyError, TypeError):
+            raise ReleaseError(
+                f"{self._folder.address(POINTER)} is not a release pointer: move it away."
+            ) from None
         manifest = self._folder.read_bytes(f"{revision}/manifest.json")
         described = json.loads(manifest) if manifest else {}
         if described.get("fingerprint") != fingerprint:

@@ -154,7 +154,7 @@ def _message(message: Message) -> Row:
 
 
 def _call(call: Any) -> Row:
-    function = call.get("function") or {} if isinstance(call, dict) else {}
+    function = (call.get("function") or call) if isinstance(call, dict) else {}
     arguments = function.get("arguments")
     return {
         "id": _text(call.get("id")) if isinstance(call, dict) else None,

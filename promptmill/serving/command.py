@@ -69,7 +69,7 @@ def context_tokens(profile: Profile) -> int | None:
     """Room for one prompt and its answer, where the settings decide it; None where only the server knows."""
     if profile.server.engine != "llama_cpp" or profile.server.urls:
         return None
-    flags = profile.server.flags
+    flags = {flag.lstrip("-"): value for flag, value in profile.server.flags.items()}
     return _number(flags, "ctx-size", _EMBEDDED_KV_TOKENS) // _number(flags, "parallel", _EMBEDDED_SLOTS)
 
 

@@ -131,9 +131,9 @@ def _default_signals() -> None:
 
 
 def _say(event: dict[str, object]) -> None:
+    # Unbuffered: what the owner no longer takes must not be tried again, and complained about, at our exit.
     with contextlib.suppress(OSError):
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
+        os.write(1, json.dumps(event).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from promptmill.files import written_whole
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _KEEPER_START_S = 30.0
+_KEEPER_END_S = 75.0  # the keeper gives leftovers 5 s and the cleanup command 60
 
 
 class ServerProcess:
@@ -77,7 +78,7 @@ class ServerProcess:
             assert self._keeper.stdin is not None
             self._keeper.stdin.write(f"stop {grace_s}\n")
             self._keeper.stdin.flush()
-        if not self._ended.wait(grace_s + 30):
+        if not self._ended.wait(grace_s + _KEEPER_END_S):
             self._keeper.kill()
         self._join()
 

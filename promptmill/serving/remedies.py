@@ -24,7 +24,7 @@ class Death:
     @property
     def kind(self) -> tuple[str, str]:
         """Deaths of one kind count as identical; the life's own name is not part of it."""
-        return self.phase, self.cause.replace(self.server, "").splitlines()[0]
+        return self.phase, self.cause.replace(self.server, "").partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True)

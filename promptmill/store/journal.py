@@ -12,9 +12,10 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ CREATE TABLE IF NOT EXISTS memory (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _UPSERT = "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)"
 _GROUP = 500
+_LOOK_S = 1.0
 
 Job = tuple[Callable[[sqlite3.Connection], None], "Future[None]"]
 
@@ -51,11 +53,14 @@ class JournalLock:
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._handle)
-            raise LockHeld(f"another run holds {self.path}: {self.holder() or 'unknown'}.") from None
+        deadline = time.monotonic() + _LOOK_S
+        while not _try_lock(self._handle, fcntl.LOCK_EX):
+            # No holder: somebody looks at it just now, which takes a moment, or has it and did not sign yet.
+            holder = self.holder()
+            if holder or time.monotonic() > deadline:
+                os.close(self._handle)
+                raise LockHeld(f"another run holds {self.path}: {holder or 'unknown'}.")
+            time.sleep(0.01)
         os.ftruncate(self._handle, 0)
         os.write(self._handle, json.dumps({"pid": os.getpid(), "note": note}).encode())
 
@@ -66,9 +71,7 @@ class JournalLock:
     def holder(self) -> str:
         """Who holds it now, in words; empty where nobody does."""
         with suppress(OSError, ValueError), self.path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _try_lock(file.fileno(), fcntl.LOCK_SH):
                 owner = json.loads(file.read())
                 return f"pid {owner['pid']}, {owner['note']}"
         return ""
@@ -85,12 +88,16 @@ class Journal:
     def start(self) -> None:
         """Raises StoreError where the file is not a journal or cannot be written."""
         try:
-            self._connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.executescript(_TABLES)
+            with ExitStack() as undo:
+                connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+                undo.callback(connection.close)
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = FULL")
+                connection.executescript(_TABLES)
+                undo.pop_all()
         except sqlite3.Error as error:
             raise StoreError(f"journal {self.path}: {error}") from error
+        self._connection = connection
         self._thread.start()
 
     def close(self) -> None:
@@ -208,6 +215,14 @@ class JournalReader:
                 raise StoreError(f"journal {self.path}: {error}") from error
         except sqlite3.Error as error:
             raise StoreError(f"journal {self.path}: {error}") from error
+
+
+def _try_lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _answer(body: bytes) -> Answer:

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -107,7 +108,8 @@ class LocalFolder(Folder):
         except OSError as error:
             raise StoreError(f"{target}: {error.strerror or error}") from error
         finally:
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):  # not there, or its folder is none
+                scratch.unlink()
 
     def open(self, name: str) -> IO[bytes]:
         return (self.path / name).open("rb")
@@ -144,7 +146,9 @@ class S3Folder(Folder):
     def names(self, prefix: str = "") -> list[str]:
         below = f"{self._root}/{prefix}".rstrip("/")
         found = self._call(prefix, lambda: self._fs.find(below))
-        return sorted(path.removeprefix(f"{self._root}/") for path in found)
+        # Where nothing is left, s3fs gives the folder itself; a name that ends in / only stands for a folder.
+        objects = (path for path in found if path.startswith(f"{below}/") and not path.endswith("/"))
+        return sorted(path.removeprefix(f"{self._root}/") for path in objects)
 
     def delete(self, name: str) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,22 +98,30 @@ class Segments:
                 yield from (Answer(**row) for row in kept.to_pylist())
 
     def _read(self, name: str, columns: list[str]) -> Any:
+        with self._opened(name, columns) as file:
+            return file.read(columns=columns)
+
+    def _batches(self, name: str) -> Iterator[Any]:
+        with self._opened(name, SCHEMA.names) as file:
+            yield from file.iter_batches(batch_size=_ROW_GROUP, columns=SCHEMA.names)
+
+    @contextmanager
+    def _opened(self, name: str, columns: list[str]) -> Iterator[Any]:
+        """The segment as a ParquetFile. What reading it raises becomes a StoreError that names it."""
         try:
             # Not pq.read_table: it imports pyarrow.dataset and pandas, two seconds for nothing.
             with self._folder.open(name) as stream, pq.ParquetFile(stream) as file:
-                return file.read(columns=columns)
-        except pa.ArrowException as error:
+                missing = set(columns) - set(file.schema_arrow.names)
+                if missing:
+                    raise self._broken(name, f"it has no column {min(missing)}")
+                yield file
+        # pyarrow reports a damaged page as a plain OSError, a damaged footer as an ArrowException.
+        except (OSError, pa.ArrowException) as error:
             raise self._broken(name, error) from error
 
-    def _batches(self, name: str) -> Iterator[Any]:
-        try:
-            with self._folder.open(name) as stream, pq.ParquetFile(stream) as file:
-                yield from file.iter_batches(batch_size=_ROW_GROUP)
-        except pa.ArrowException as error:
-            raise self._broken(name, error) from error
-
-    def _broken(self, name: str, error: Exception) -> StoreError:
-        return StoreError(
-            f"segment {self._folder.address(name)} cannot be read: {error}. "
-            "Move it away to have its prompts answered again."
-        )
+    def _broken(self, name: str, error: object) -> StoreError:
+        why = " ".join(str(error).split()).rstrip(".")  # Arrow's messages have several lines
+        said = f"segment {self._folder.address(name)} cannot be read: {why}."
+        if isinstance(error, OSError) and error.errno:  # the disk or network, not the file
+            return StoreError(said)
+        return StoreError(f"{said} Move it away to have its prompts answered again.")

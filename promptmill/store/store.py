@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,14 +58,14 @@ class Store:
 
     def open(self, note: str) -> None:
         """Become the one writer. Raises LockHeld where another process is, StoreError, ConfigError."""
-        self.lock.acquire(note)
-        try:
+        with ExitStack() as undo:
+            self.lock.acquire(note)
+            undo.callback(self.lock.release)
             self.stop_file.unlink(missing_ok=True)
             self._journal.start()
+            undo.callback(self._journal.close)
             self.refresh()
-        except BaseException:
-            self.lock.release()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         self._journal.close()
@@ -83,9 +84,9 @@ class Store:
     def with_flag(self, name: str) -> set[str]:
         """Hashes of the answers of this status, or with this flag."""
         found = {h for h, known in self._known.items() if known.status == name}
-        found.update(self._segments.flagged(name, self._segments.names()))
-        for partition in self._reader.partitions():
+        for partition in self._reader.partitions():  # journal first, as in refresh
             found.update(a.prompt_hash for a in self._reader.answers(partition) if name in a.flags)
+        found.update(self._segments.flagged(name, self._segments.names()))
         return found
 
     def is_done(self, prompt_hash: str, max_new_tokens: int, retry_failed: bool = False) -> bool:

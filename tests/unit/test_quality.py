@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from promptmill.chat import Split
+from promptmill.release.quality import is_repetitive, judge
+from promptmill.types import Completion
+
+GOOD = Split("because", "4", 2, [])
+OPEN = Split("because of", "", 5, ["reasoning_never_closed"])
+
+
+def verdict(
+    split: Split = GOOD, reason: str = "stop", ids: list[int] | None = None, cap: int = 5
+) -> tuple[str, list[str]]:
+    return judge(Completion([1, 2, 3, 4, 5] if ids is None else ids, reason, 3), split, cap)
+
+
+def test_answer_that_stopped_is_answered() -> None:
+    assert verdict() == ("answered", [])
+    assert verdict(cap=100) == ("answered", [])
+
+
+def test_answer_at_the_cap_is_truncated() -> None:
+    assert verdict(reason="length") == ("truncated", [])
+    assert verdict(OPEN, reason="length") == ("truncated", ["reasoning_never_closed"])
+
+
+def test_answer_cut_below_the_cap_is_clipped() -> None:
+    assert verdict(reason="length", cap=6) == ("truncated", ["clipped"])
+
+
+def test_answer_without_content_is_empty() -> None:
+    assert verdict(Split("", "", 0, []), ids=[2]) == ("empty", [])
+    assert verdict(OPEN) == ("empty", ["reasoning_never_closed"])
+
+
+def test_answer_in_a_loop_is_flagged() -> None:
+    loop = [9, *[1, 2, 3] * 8]
+    assert verdict(ids=loop, cap=100) == ("flagged", ["repetition"])
+    assert verdict(ids=loop, reason="length", cap=25) == ("truncated", ["repetition"])
+
+
+@pytest.mark.parametrize("split", [Split("", "half \ufffd", 0, []), Split("half \ufffd", "4", 2, [])])
+def test_answer_with_half_a_character_is_flagged(split: Split) -> None:
+    assert verdict(split) == ("flagged", ["cut_character"])
+
+
+@pytest.mark.parametrize("period", [1, 3, 8, 24])
+def test_repetition_is_found_for_every_period(period: int) -> None:
+    unit = list(range(100, 100 + period))
+    times = max(4, -(-24 // period))
+    assert is_repetitive([7, 8, *unit * times])
+    assert is_repetitive((unit * (times + 1))[period // 2 :])  # cut inside the loop's first round
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [],
+        [5] * 23,
+        [*[1, 2, 3] * 8, 4],
+        list(range(24)) * 3,
+        list(range(25)) * 4,
+        [1, 2, 1, 3] * 2 + [1, 2, 1, 4] * 10 + [9],
+    ],
+)
+def test_repetition_asks_for_a_whole_loop_at_the_end(ids: list[int]) -> None:
+    assert not is_repetitive(ids)
