@@ -80,7 +80,13 @@ class ChatRenderer:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""
         template = self._template or self._tokenizer.chat_template
         probe = self._tokenizer("The 3 quick\n brown föxes 🦊", add_special_tokens=False)["input_ids"]
-        parts = (type(self._tokenizer).__name__, self.vocabulary, probe, template, self._kwargs)
+        parts = (
+            type(self._tokenizer).__name__,
+            self.vocabulary,
+            probe,
+            template,
+            sorted(self._kwargs.items()),
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def _apply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def rebuild_tokenizer(gguf: Path, folder: Path) -> Path:
             "clean_up_tokenization_spaces": False,
         }
         (scratch / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-        if not folder.exists():  # another process may have been faster
+        with suppress(OSError):  # it is there: another process was faster
             scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

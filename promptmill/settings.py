@@ -19,7 +19,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 FlagValue = bool | int | float | str | list[str]
 
-_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+# Ends of names, so that max-total-tokens and tokenizer-path are shown.
+_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 class Section(BaseModel):
@@ -288,8 +290,10 @@ class Profile(BaseSettings):
             for key in table:
                 if _SECRET.search(key):
                     table[key] = "***"
-        command: Sequence[str] = data["server"]["command"]
-        data["server"]["command"] = [_mask_argument(command, i) for i in range(len(command))]
+        for name in ("command", "cleanup"):
+            argv: Sequence[str] = data["server"][name]
+            data["server"][name] = [_mask_argument(argv, i) for i in range(len(argv))]
+        data["server"]["urls"] = [_URL_PASSWORD.sub("***@", url) for url in data["server"]["urls"]]
         return data
 
 

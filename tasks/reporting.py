@@ -100,7 +100,7 @@ def show_lives(run: Run) -> None:
 def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | None) -> None:
     """The report at the end, and a link to the release."""
     outcome = str(release) if release else "No release."
-    lives = f"{len(run.lives)} server lives, {len(run.deaths)} ended on their own."
+    lives = f"Server lives: {len(run.lives)}; deaths: {len(run.deaths)}."
     create_markdown_artifact(
         key="report",
         markdown=f"# {outcome}\n\n{accounting_table(tallies)}\n\n{lives}\n\n"
@@ -112,7 +112,7 @@ def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | N
             key="release",
             link=release.address,
             link_text=release.revision,
-            description="Load it with datasets.load_dataset(<this>, view).",
+            description="The folder to give to datasets.load_dataset(folder, view).",
         )
 
 

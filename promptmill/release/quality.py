@@ -17,7 +17,8 @@ def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[St
     flagged    has content and something is wrong with it
     """
     flags = list(split.flags)
-    if is_repetitive(completion.output_ids):
+    stopped = completion.finish_reason == "stop"
+    if is_repetitive(completion.output_ids[:-1] if stopped else completion.output_ids):
         flags.append("repetition")
     if "\ufffd" in split.content or "\ufffd" in split.reasoning:
         flags.append("cut_character")
