@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import State, flow
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from promptmill import events
@@ -54,9 +54,12 @@ def regenerate(
         with in_prefect(), Run.open(settings, request, run_note(profile)) as run:
             manifests = _prepare(run, refresh)
             stopped = _generate(run, manifests)
-            return _publish(run, manifests, stopped)
+            report = _publish(run, manifests, stopped)
     except LockHeld as error:
         return Cancelled(message=str(error))
+    if stopped:
+        return Completed(message=f"partial: {stopped}", data=report)
+    return report
 
 
 def _prepare(run: Run, refresh: bool) -> list[Manifest]:

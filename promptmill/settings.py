@@ -171,7 +171,7 @@ class PartitionSettings(Section):
     name: Name
     """Stands in the release's file names and in overrides."""
     source: str
-    """A file, a directory, a glob, or s3://…: .jsonl, .json, .parquet, also .gz and .zst."""
+    """A file, a directory or a glob: .jsonl, .json, .parquet, also .gz and .zst."""
     format: Literal["auto", "messages", "text", "turns"] = "auto"
     """What the prompt column holds: `messages` lists of role and content, `text` one user message, `turns` a
     list of user messages to be asked in turn. `auto` goes by the first row."""

@@ -76,26 +76,6 @@ def test_run_killed_in_the_middle_goes_on_and_releases_every_prompt_once(small: 
         assert sum(row["loss_mask"]) == row["completion_tokens"]
 
 
-def test_run_with_a_crash_relaunches_and_then_finds_nothing_new(small: Place) -> None:
-    crashed = small.run("promptmill", "run", "small.toml", "--set", "chaos.kill_server_after_answers=5")
-    assert crashed.returncode == 0, crashed.stdout + crashed.stderr
-    for line in ("SERVER DIED", "relaunching (1 of at most 8)", "resuming: ", "released "):
-        assert line in crashed.stdout
-    assert len(load_release(small)["turns"]) >= 15
-
-    shown = small.run("promptmill", "show", "small.toml", "a-rain")
-    assert "Tell me something about rain." in shown.stdout
-    assert "reasoning (" in shown.stdout
-
-    again = small.run("promptmill", "run", "small.toml")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "nothing new" in again.stdout
-    assert "launching" not in again.stdout
-    assert "A_text: unchanged" in again.stdout
-    assert len(list((small.folder / "data/release").glob("2*"))) == 1
-    assert small.wait_until_empty(0) == []
-
-
 def test_run_stopped_by_hand_ends_with_status_3_and_a_second_run_is_refused_meanwhile(small: Place) -> None:
     slow = small.start("promptmill", "run", "small.toml", "--set", "server.flags.parallel=1", log="first.log")
     wait_for(lambda: len(journaled(small)) >= 2 or slow.poll() is not None, 150, "two answers")
