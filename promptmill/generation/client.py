@@ -136,7 +136,8 @@ def _chunk_ids(chunk: Any) -> list[int]:
 
 
 def _translate_status(error: openai.APIStatusError) -> Exception:
-    status, words = error.status_code, error.message
+    status, body = error.status_code, error.body
+    words = str(body["message"]) if isinstance(body, dict) and body.get("message") else error.message
     if status in _ROW_FAULTS:
         return PromptRejected("refused_by_server", f"{status}: {words}")
     if status in _SETUP_FAULTS:

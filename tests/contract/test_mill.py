@@ -1,0 +1,304 @@
+"""The mill against a server that misbehaves on request, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from promptmill.errors import PromptmillError, ServerDied
+from promptmill.generation.mill import Finished, Lost, Mill
+from promptmill.model import Model
+from promptmill.profile import load_profile
+from promptmill.prompts.manifest import Preparation, prepare
+from promptmill.serving.gate import Facts
+from promptmill.serving.server import Server
+from promptmill.store.store import Store
+from promptmill.types import Manifest, Tally
+
+WAIT_S = 20.0
+Script = Callable[[int, list[int]], "str | int"]
+"""(times that this prompt was asked before, its ids) → what to do: "ok", "cut", "hang" or a status."""
+PROFILE = """
+model = "tiny"
+[server]
+engine = "openai"
+urls = ["http://127.0.0.1:1"]
+inactivity_timeout_s = 1.0
+[chat]
+reasoning_open = ""
+reasoning_close = ""
+[store]
+url = "{folder}/store"
+[[partitions]]
+name = "A"
+source = "{folder}/a.jsonl"
+[[partitions]]
+name = "B"
+source = "{folder}/b.jsonl"
+"""
+
+
+class Letters:
+    """Renders a conversation as the code points of its text: enough of a ChatRenderer for the mill."""
+
+    def render(self, messages: list[dict[str, Any]], tools: object) -> list[int]:
+        return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
+
+    def split(self, prompt_ids: object, output_ids: list[int]) -> Any:
+        from promptmill.chat import Split
+
+        return Split("", "".join(map(chr, output_ids)), 0, [])
+
+    def fingerprint(self) -> str:
+        return "letters"
+
+
+@dataclass
+class Rogue:
+    """A completions server in a thread of its own."""
+
+    script: Script = lambda times, ids: "ok"
+    asked: Counter[str] = field(default_factory=Counter)
+    url: str = ""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        ids = (await request.json())["prompt"]
+        text = "".join(map(chr, ids))
+        self.asked[text] += 1
+        order = self.script(self.asked[text] - 1, ids)
+        if isinstance(order, int):
+            return web.json_response({"error": {"message": f"said {order}"}}, status=order)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for token, reason in ((111, None), (107, "stop")):
+            if token == 107 and order == "cut":
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if token == 107 and order == "hang":
+                await self.over.wait()
+            choice = {"index": 0, "text": chr(token), "finish_reason": reason, "token_ids": [token]}
+            await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@pytest.fixture
+def rogue() -> Iterator[Rogue]:
+    server = Rogue()
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", server.complete)
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        ready.set()
+        await server.over.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(WAIT_S)
+    yield server
+    loop.call_soon_threadsafe(server.over.set)
+    thread.join(WAIT_S)
+    loop.close()
+
+
+@dataclass
+class Bench:
+    """A store, prepared partitions and a mill on them."""
+
+    folder: Path
+    store: Store
+    mill: Mill
+    manifests: dict[str, Manifest]
+
+    def attach(self, rogue: Rogue) -> None:
+        facts = Facts("tiny", 4, None, None, None, None, 0.0, "")
+        self.mill.attach(Server("rogue", rogue.url, ""), facts)
+
+    def generate(self) -> dict[str, Tally | BaseException]:
+        """What every partition's `generate` gave, all asked at once."""
+        results: dict[str, Tally | BaseException] = {}
+
+        def ask(name: str) -> None:
+            try:
+                results[name] = self.mill.generate(name)
+            except PromptmillError as error:
+                results[name] = error
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in self.manifests]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "generate hangs"
+        return results
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    opened: list[Bench] = []
+
+    def build(a: list[Any], b: list[Any], **kwargs: Any) -> Bench:
+        for name, rows in (("a", a), ("b", b)):
+            lines = [json.dumps({"turns": row} if isinstance(row, list) else {"prompt": row}) for row in rows]
+            (tmp_path / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        (tmp_path / "p.toml").write_text(PROFILE.format(folder=tmp_path), encoding="utf-8")
+        profile = load_profile(str(tmp_path / "p.toml"), environ={})
+        store = Store(profile)
+        store.open("test")
+        model, renderer = Model("tiny", "1", "tiny"), Letters()
+        manifests = {
+            part.name: prepare(
+                Preparation(profile, part, model, renderer, store.manifests, None, None)  # type: ignore[arg-type]
+            )
+            for part in profile.partitions
+        }
+        mill = Mill(profile, store, renderer, model, list(manifests.values()), **kwargs)  # type: ignore[arg-type]
+        mill.start()
+        bench = Bench(tmp_path, store, mill, manifests)
+        opened.append(bench)
+        return bench
+
+    yield build
+    for bench in opened:
+        bench.mill.close()
+        bench.store.close()
+
+
+def counts(result: Tally | BaseException) -> dict[str, int]:
+    assert isinstance(result, Tally), result
+    return {name: n for name, n in result.to_json().items() if n}
+
+
+def test_mill_answers_each_prompt_once_and_duplicates_with_it(make: Make, rogue: Rogue) -> None:
+    bench = make(["one", "two", "one"], ["two", "three"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 3, "answered": 3}
+    assert counts(results["B"]) == {"rows": 2, "answered": 2}
+    assert rogue.asked == {"uone": 1, "utwo": 1, "uthree": 1}
+    assert isinstance(bench.mill.wait(WAIT_S), Finished)
+
+
+def test_mill_asks_conversations_that_part_ways_after_the_same_first_turn(make: Make, rogue: Rogue) -> None:
+    bench = make([["hello", "left"], ["hello", "right"]], [["hello", "left"]])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 2, "answered": 2}
+    assert counts(results["B"]) == {"rows": 1, "answered": 1}
+    assert rogue.asked == {"uhello": 1, "uhelloaokuleft": 1, "uhelloaokuright": 1}
+
+
+def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: Rogue, fast: None) -> None:
+    rogue.script = lambda times, ids: (
+        "cut" if ids[1] == ord("x") or (ids[1] == ord("y") and times < 2) else "ok"
+    )
+    bench = make(["x", "y", "z"], ["w"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 3, "answered": 2, "failed": 1}
+    assert rogue.asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
+
+
+def test_mill_never_repeats_what_the_server_refuses(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: 400 if ids[1] == ord("x") else "ok"
+    bench = make(["x", "y"], ["z"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 2, "answered": 1, "failed": 1}
+    assert rogue.asked["ux"] == 1
+    failed = bench.store.lookup(bench.store.with_flag("failed"))
+    assert [answer.error for answer in failed.values()] == ["refused_by_server: 400: said 400"]
+
+
+def test_mill_backs_off_from_a_busy_server_without_using_up_tries(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: 503 if times < 4 and ids[1] == ord("x") else "ok"
+    bench = make(["x"], ["y"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 1, "answered": 1}
+    assert rogue.asked["ux"] == 5
+
+
+def test_mill_stops_at_a_wrong_key(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: 401
+    bench = make(["x", "y"], ["z"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert all("401" in str(error) for error in results.values())
+    assert bench.mill.failure is not None
+    assert not bench.mill.needs_server()
+
+
+def test_mill_loses_a_silent_server_and_goes_on_with_the_next(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: "hang" if times == 0 and ids[1] == ord("x") else "ok"
+    bench = make(["x", "y"], ["z"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert isinstance(results["A"], ServerDied)
+    assert counts(results["B"]) == {"rows": 1, "answered": 1}
+    lost = bench.mill.wait(WAIT_S)
+    assert isinstance(lost, Lost)
+    assert "no token for" in lost.cause
+    assert bench.mill.needs_server()
+    bench.attach(rogue)
+    assert counts(bench.mill.generate("A")) == {"rows": 2, "answered": 2}
+    assert rogue.asked == {"ux": 2, "uy": 1, "uz": 1}
+
+
+def test_mill_stopped_finishes_what_is_in_flight_and_leaves_the_rest_pending(
+    make: Make, rogue: Rogue
+) -> None:
+    bench = make([f"p{n}" for n in range(30)], ["z"])
+    rogue.script = lambda times, ids: bench.mill.stop("enough") or "ok"  # type: ignore[func-returns-value]
+    bench.attach(rogue)
+    results = bench.generate()
+    done = counts(results["A"])
+    assert done["rows"] == 30
+    assert done["answered"] + done["pending"] == 30
+    assert 1 <= done["answered"] < 30
+    assert bench.mill.stopping == "enough"
+
+
+def test_mill_closed_early_releases_everybody_who_waits(make: Make) -> None:
+    bench = make(["x"], ["y"])
+    results: list[object] = []
+
+    def ask() -> None:
+        try:
+            bench.mill.generate("A")
+        except PromptmillError as error:
+            results.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    bench.mill.close()
+    thread.join(WAIT_S)
+    assert results == ["the run was ended"]
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken connection is judged at once, not after seconds of waiting for a death."""
+    monkeypatch.setattr("promptmill.generation.replica._DEATH_CONFIRMED_S", 0.05)
