@@ -147,7 +147,7 @@ class ClassSettings(Section):
     max_new_tokens: int = Field(default=2048, ge=1)
     """Cap on the answer. Raising it redoes the answers that were cut, and no others."""
     max_in_flight: int | None = Field(default=None, ge=1)
-    """Cap on the requests of this class in flight on one server."""
+    """Cap on the requests of this class in flight, over all servers."""
 
 
 class ColumnSettings(Section):

@@ -125,6 +125,8 @@ class Prompt:
     """What was rendered, earlier answers included."""
     tries: int = 0
     """Requests that failed through no fault of a server's death."""
+    error: str = ""
+    """Why it cannot be asked at all; such a prompt is recorded as failed."""
 
     def after_failed_try(self) -> Prompt:
         return replace(self, tries=self.tries + 1)

@@ -7,6 +7,7 @@ not an error. Foreign exceptions end here and become ours, by one table.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -95,6 +96,8 @@ class OpenAIClient:
             raise _translate_status(error) from error
         except (openai.APIConnectionError, _httpx.TransportError) as error:
             raise ConnectionBroke(f"the connection broke: {error.__cause__ or error}") from error
+        except json.JSONDecodeError as error:
+            raise ConnectionBroke(f"the stream broke off inside an event: {error}") from error
         except openai.APIError as error:
             raise ServerError(f"the server failed: {error.message}") from error
         if finish_reason not in ("stop", "length"):

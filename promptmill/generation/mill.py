@@ -31,7 +31,7 @@ from promptmill.errors import PromptmillError, PromptRejected, ServerBusy, Serve
 from promptmill.generation.deadline import end_of_run
 from promptmill.generation.figures import Counter, Meter
 from promptmill.generation.picker import Picker
-from promptmill.generation.prompts import PromptMaker, Recorder, unrenderable
+from promptmill.generation.prompts import PromptMaker, Recorder
 from promptmill.generation.replica import Replica
 from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys
@@ -67,7 +67,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every partition is over, or the run was stopped."""
+    """Every partition is over, or the run was stopped or failed."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,6 @@ class Mill:
         self._meter = Meter()
         self._replicas: list[Replica] = []
         self._under_way: set[str] = set()
-        self._failed_here: set[str] = set()
         self._in_class: dict[str, int] = {}
         self._outcomes: queue.SimpleQueue[Lost | Finished] = queue.SimpleQueue()
         self._wake = asyncio.Event()
@@ -206,8 +205,8 @@ class Mill:
     def _main(self) -> None:
         try:
             asyncio.run(self._run())
-        except ExceptionGroup as group:  # a fault of ours; nobody may wait for ever because of it
-            self._fail(MillBroke("".join(traceback.format_exception(group))))
+        except Exception as error:  # noqa: BLE001  a fault of ours; nobody may wait for ever because of it
+            self._fail(MillBroke("".join(traceback.format_exception(error))))
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -242,11 +241,9 @@ class Mill:
             await self._wake.wait()
 
     def _is_duplicate(self, prompt: Prompt) -> bool:
-        """Under way for another row, answered since it was listed, or failed in this run."""
-        return (
-            prompt.prompt_hash in self._under_way
-            or prompt.prompt_hash in self._failed_here
-            or self._store.is_done(prompt.prompt_hash, prompt.max_new_tokens, self._retry_failed)
+        """Under way for another row, or done since it was listed."""
+        return prompt.prompt_hash in self._under_way or self._store.is_done(
+            prompt.prompt_hash, prompt.max_new_tokens, self._retry_failed
         )
 
     def _roomiest(self) -> Replica | None:
@@ -275,6 +272,10 @@ class Mill:
 
     async def _one(self, prompt: Prompt, part: _Partition, replica: Replica) -> None:
         """One request, from sending it to a durable record or back to the picker."""
+
+        if prompt.error:
+            await self._give_up(prompt, part, prompt.error, replica)
+            return
 
         def on_tokens(n: int) -> None:
             replica.saw_tokens()
@@ -308,17 +309,10 @@ class Mill:
             return
         replica.answers += 1
         self._maybe_chaos(replica)
-        try:
-            following = part.maker.following(prompt, answer)
-        except PromptRejected as error:
-            cut = unrenderable(prompt)
-            await self._give_up(cut, part, f"next turn: {error}", replica)
-        else:
-            if following is not None:
-                self._picker.put_ahead(following)
+        if following := part.maker.following(prompt, answer):
+            self._picker.put_ahead(following)
 
     async def _give_up(self, prompt: Prompt, part: _Partition, why: str, replica: Replica) -> None:
-        self._failed_here.add(prompt.prompt_hash)
         await self._record(prompt, part, self._recorder.failed(prompt, why, replica.server.name))
 
     async def _failed_try(
@@ -445,6 +439,10 @@ class Mill:
             await asyncio.to_thread(self._store.seal, name)
         except StoreError as error:
             events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))
+        except asyncio.CancelledError:
+            if waiter is not None:
+                waiter.set_exception(RunEnded("the run was ended"))
+            raise
         tally = self._store.tally(part.manifest)
         if waiter is not None:
             waiter.set_result(tally)

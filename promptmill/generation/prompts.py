@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from promptmill.chat import ChatRenderer, as_message
+from promptmill.errors import PromptRejected
 from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys, read_prompts
 from promptmill.release.quality import judge
@@ -36,18 +37,21 @@ class PromptMaker:
                 if turn is None:
                     continue
                 prompt = self._first(row, sample)
-                for earlier in hashes[:turn]:
-                    prompt = self._next(prompt, halves[earlier])
+                try:
+                    for earlier in hashes[:turn]:
+                        prompt = self._next(prompt, halves[earlier])
+                except PromptRejected as error:
+                    prompt = _unrenderable(prompt, error)
                 yield prompt
 
     def following(self, prompt: Prompt, answer: Answer) -> Prompt | None:
-        """The next turn of the conversation, or None where it is over.
-
-        Raises PromptRejected where the next turn cannot be rendered.
-        """
+        """The next turn of the conversation, or None where it is over."""
         if prompt.turn + 1 >= len(prompt.row.turns) or not goes_on(answer.status):
             return None
-        return self._next(prompt, answer)
+        try:
+            return self._next(prompt, answer)
+        except PromptRejected as error:
+            return _unrenderable(prompt, error)
 
     def _first(self, row: PromptRow, sample: int) -> Prompt:
         return Prompt(
@@ -139,7 +143,13 @@ class Recorder:
         )
 
 
-def unrenderable(prompt: Prompt) -> Prompt:
-    """The turn behind `prompt` that could not be rendered, so that its failure has a key."""
+def _unrenderable(prompt: Prompt, error: PromptRejected) -> Prompt:
+    """The turn behind `prompt`, which could not be rendered, so that its failure has a key."""
     turn = prompt.turn + 1
-    return replace(prompt, prompt_hash=prompt.row.prompt_hashes[prompt.sample][turn], turn=turn, input_ids=[])
+    return replace(
+        prompt,
+        prompt_hash=prompt.row.prompt_hashes[prompt.sample][turn],
+        turn=turn,
+        input_ids=[],
+        error=f"next turn: {error}",
+    )

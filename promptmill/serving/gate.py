@@ -60,22 +60,25 @@ def pass_gate(profile: Profile, server: Server, renderer: ChatRenderer, needs: N
     """Wait until `server` is healthy, check it, and return its facts. Raises LaunchFailed."""
     started = time.monotonic()
     gate = _Gate(server, deadline=started + profile.server.startup_timeout_s)
-    with httpx.Client(
-        base_url=server.url,
-        headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
-        trust_env=False,  # a proxy has no business between us and our server
-        timeout=10,
-    ) as http:
-        gate.wait_for(lambda: _answers(http), "its port never answered")
-        name = _identify(profile, server, http, gate)
-        props = _props(http)
-        slots, context = props.get("total_slots"), _slot_context(props)
-        if context is not None and needs.longest_request_tokens > context:
-            raise gate.refusal(
-                f"the longest request takes {needs.longest_request_tokens} tokens, "
-                f"the server has room for {context}; raise ctx-size, or lower max_new_tokens"
-            )
-        _compare_rendering(http, renderer, gate)
+    try:
+        with httpx.Client(
+            base_url=server.url,
+            headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
+            trust_env=False,  # a proxy has no business between us and our server
+            timeout=10,
+        ) as http:
+            gate.wait_for(lambda: _answers(http), "its port never answered")
+            name = _identify(profile, server, http, gate)
+            props = _props(http)
+            slots, context = props.get("total_slots"), _slot_context(props)
+            if context is not None and needs.longest_request_tokens > context:
+                raise gate.refusal(
+                    f"the longest request takes {needs.longest_request_tokens} tokens, "
+                    f"the server has room for {context}; raise ctx-size, or lower max_new_tokens"
+                )
+            _compare_rendering(http, renderer, gate)
+    except (httpx.HTTPError, ValueError, AttributeError) as error:
+        raise gate.refusal(f"it answered, and then not as a server does: {error!r}", False) from error
     prompt_ids = renderer.render(_CANARY, None)
     canary = _canary(profile, server, renderer, name, prompt_ids, gate)
     return Facts(

@@ -158,7 +158,7 @@ class Journal:
             for action, _ in jobs:
                 action(self._connection)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for this thread for ever
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             failure = StoreError(f"journal {self.path}: {error}")

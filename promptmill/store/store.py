@@ -33,7 +33,7 @@ class Known(NamedTuple):
 
 
 class Store:
-    """Opened for reading by anybody; `with store.writing(note):` makes this process its one writer."""
+    """Opened for reading by anybody; `open` makes this process its one writer, until `close`."""
 
     def __init__(self, profile: Profile) -> None:
         self.url = profile.store.url
@@ -44,6 +44,7 @@ class Store:
         self._reader = JournalReader(self.journal_path)
         self._segments = Segments(self.folder)
         self._known: dict[str, Known] = {}
+        self._failed_here: set[str] = set()
         self._sealing = threading.Lock()
 
     @property
@@ -90,12 +91,15 @@ class Store:
         return found
 
     def is_done(self, prompt_hash: str, max_new_tokens: int, retry_failed: bool = False) -> bool:
-        """Whether the prompt needs no request: answered, not cut below today's cap; or failed."""
+        """Whether the prompt needs no request: answered, not cut below today's cap; or failed.
+
+        `retry_failed` asks again what failed earlier, and not what failed since this store was opened.
+        """
         known = self._known.get(prompt_hash)
         if known is None:
             return False
         if known.status == "failed":
-            return not retry_failed
+            return not retry_failed or prompt_hash in self._failed_here
         return not (known.finish_reason == "length" and known.max_new_tokens < max_new_tokens)
 
     def put(self, answer: Answer) -> Future[None]:
@@ -164,6 +168,8 @@ class Store:
         return self._reader.recall(key)
 
     def _learn_answer(self, answer: Answer) -> None:
+        if answer.status == "failed":
+            self._failed_here.add(answer.prompt_hash)
         self._learn(answer.prompt_hash, _known(answer))
 
     def _learn(self, prompt_hash: str, new: Known) -> None:

@@ -232,6 +232,16 @@ def test_mill_never_repeats_what_the_server_refuses(make: Make, rogue: Rogue) ->
     assert [answer.error for answer in failed.values()] == ["refused_by_server: 400: said 400"]
 
 
+def test_mill_that_retries_failed_prompts_asks_each_once_a_run(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: 400
+    bench = make(["x", "x"], ["x"], retry_failed=True)
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 2, "failed": 2}
+    assert counts(results["B"]) == {"rows": 1, "failed": 1}
+    assert rogue.asked == {"ux": 1}
+
+
 def test_mill_backs_off_from_a_busy_server_without_using_up_tries(make: Make, rogue: Rogue) -> None:
     rogue.script = lambda times, ids: 503 if times < 4 and ids[1] == ord("x") else "ok"
     bench = make(["x"], ["y"])

@@ -300,6 +300,8 @@ def test_is_done_asks_again_only_for_what_was_cut_below_the_cap(store: Store) ->
     assert store.is_done(sha("cut"), CAP - 1)
     assert store.is_done(sha("whole"), 10 * CAP)
     assert store.is_done(sha("failed"), 10 * CAP)
+    assert store.is_done(sha("failed"), CAP, retry_failed=True), "not twice in one run"
+    store._failed_here.clear()  # a later run
     assert not store.is_done(sha("failed"), CAP, retry_failed=True)
     assert store.is_done(sha("cut"), CAP, retry_failed=True)
 
@@ -497,6 +499,8 @@ def test_next_pending_goes_back_to_a_cut_or_failed_turn(store: Store) -> None:
     assert next_pending(store, hashes, 2 * CAP, False) == 1
     put_chain(store, [sha("d"), sha("e")], "failed")
     assert next_pending(store, [sha("d"), sha("e")], CAP, False) is None
+    assert next_pending(store, [sha("d"), sha("e")], CAP, True) is None, "not twice in one run"
+    store._failed_here.clear()  # a later run
     assert next_pending(store, [sha("d"), sha("e")], CAP, True) == 0
 
 
