@@ -247,7 +247,11 @@ def _pointer(url: str) -> Any:
     from promptmill.store.objects import open_folder
 
     found = open_folder(url).read_bytes(POINTER)
-    return json.loads(found) if found else None
+    try:
+        pointer = json.loads(found) if found else None
+    except ValueError:  # not ours; a run says what to do about it
+        return None
+    return pointer if isinstance(pointer, dict) and "path" in pointer else None
 
 
 def _show(args: argparse.Namespace) -> int:

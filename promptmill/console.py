@@ -47,7 +47,8 @@ class _Plain:
             if now - self._last < _PLAIN_FIGURES_S:
                 return
             self._last = now
-        print(f"{time.strftime('%H:%M:%S')} {event}", flush=True)
+        # One write: events come from several threads.
+        print(f"{time.strftime('%H:%M:%S')} {event}\n", end="", flush=True)
 
 
 class _Bars:

@@ -39,7 +39,7 @@ def show(profile: Profile, wanted: Filter) -> int:
     chosen = list(_rows(store, [wanted.partition] if wanted.partition else names, wanted))
     total = len(chosen)
     if wanted.random is not None:
-        chosen = random.sample(chosen, min(wanted.random, total))
+        chosen = random.sample(chosen, min(max(wanted.random, 0), total))
     elif wanted.id is None:
         chosen = chosen[:_SHOWN_BY_DEFAULT]
     answers = store.lookup({h for _, row in chosen for hashes in row.prompt_hashes for h in hashes})

@@ -39,7 +39,9 @@ class PromptMaker:
                 prompt = self._first(row, sample)
                 try:
                     for earlier in hashes[:turn]:
-                        prompt = self._next(prompt, halves[earlier])
+                        # Another row may have had this very turn answered since the halves were read.
+                        answer = halves.get(earlier) or self._store.lookup([earlier])[earlier]
+                        prompt = self._next(prompt, answer)
                 except PromptRejected as error:
                     prompt = _unrenderable(prompt, error)
                 yield prompt

@@ -210,6 +210,15 @@ def test_mill_asks_conversations_that_part_ways_after_the_same_first_turn(make: 
     assert rogue.asked == {"uhello": 1, "uhelloaokuleft": 1, "uhelloaokuright": 1}
 
 
+def test_mill_goes_on_from_a_first_turn_that_another_row_had_answered(make: Make, rogue: Rogue) -> None:
+    between = [[f"filler {n}", "more"] for n in range(8)]
+    bench = make([["hello", "left"], *between, ["hello", "right"]], [])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 10, "answered": 10}
+    assert rogue.asked["uhello"] == rogue.asked["uhelloaokuright"] == 1
+
+
 def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: Rogue, fast: None) -> None:
     rogue.script = lambda times, ids: (
         "cut" if ids[1] == ord("x") or (ids[1] == ord("y") and times < 2) else "ok"
