@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -42,8 +41,8 @@ class LocalApi:
         command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
         self._process = ServerProcess(f"prefect-api-{port}", command, folder / "prefect-api.log", folder)
 
-    def start(self, environ: Mapping[str, str] | None = None) -> None:
-        self._process.start({**(environ or os.environ), **_EPHEMERAL})
+    def start(self) -> None:
+        self._process.start({**os.environ, **_EPHEMERAL})
 
     def wait(self) -> None:
         """Raises PromptmillError, with the log's end."""

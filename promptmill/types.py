@@ -182,7 +182,6 @@ class Tally:
     partition: str
     counts: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=dict)
-    completion_tokens: int = 0
 
     @property
     def rows(self) -> int:

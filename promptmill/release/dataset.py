@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from promptmill import __version__
 from promptmill.errors import ReleaseError, ReleaseRefused, StoreError
 from promptmill.model import Model
-from promptmill.prompts.manifest import read_prompts
+from promptmill.prompts.manifest import read_keys, read_prompts
 from promptmill.release.card import write_card
 from promptmill.release.views import SCHEMAS, rows_of
 from promptmill.settings import Profile
@@ -156,7 +156,7 @@ class _Publisher:
         return Release(revision, self._folder.address(revision), True, rows)
 
     def _answers(self, manifest: Manifest) -> dict[str, Answer]:
-        hashes = {h for row in read_prompts(manifest) for chain in row.prompt_hashes for h in chain}
+        hashes = {h for samples in read_keys(manifest) for hashes in samples for h in hashes}
         return self._store.lookup(hashes)
 
     def _write_shards(
