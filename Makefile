@@ -1,10 +1,12 @@
 # make demo   prompts → dataset with a real model on the CPU, one server crash included
 # make test   lint, types and tests
 # Both need nothing but Python ≥ 3.11 and make: they build .venv themselves.
+# make test-sglang   the contract suite and one release on the real SGLang, on the CPU (3 GB, minutes)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG := .venv-sglang
 # uv from PATH, or a uv of our own inside .venv; never anything outside this folder.
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python -c constraints.txt
@@ -15,10 +17,10 @@ DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit check bench docs constraints clean
+.PHONY: help demo test test-sglang lint unit bench docs constraints clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 3
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 4
 
 demo: $(VENV)/.cpu
 	@$(DEMO_ENV) $(BIN)/promptmill run demo
@@ -33,6 +35,9 @@ lint: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-sglang: $(VENV)/.dev $(SGLANG)/.made
+	SGLANG_UNDER_TEST=real $(BIN)/python -m pytest tests/contract/test_sglang.py tests/flow/test_sglang_run.py
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make_settings.py > docs/settings.md
@@ -58,6 +63,16 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) -e '.[cpu,dev]'
 	@touch $@ $(VENV)/.cpu
 
+# pip finds a CPU build of torch where there is one, uv is ten times as quick with all the rest.
+$(SGLANG)/.made: tests/sglang_cpu/requirements.txt tests/sglang_cpu/requirements-nodeps.txt tests/sglang_cpu/make_models.py | $(VENV)/.dev
+	@echo "making $(SGLANG) (3 GB, some minutes the first time)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' tests/sglang_cpu/requirements.txt)
+	@$(UV) pip install --quiet --python $(SGLANG)/bin/python -r tests/sglang_cpu/requirements.txt
+	@$(UV) pip install --quiet --python $(SGLANG)/bin/python --no-deps -r tests/sglang_cpu/requirements-nodeps.txt
+	@$(SGLANG)/bin/python tests/sglang_cpu/make_models.py $(SGLANG)/models
+	@touch $@
+
 # Newest versions of everything, as names and versions only: an address of an index never gets in.
 constraints: $(VENV)/.dev
 	@for set in "cpu dev constraints.txt" "sglang sglang constraints-sglang.txt"; do \
@@ -68,4 +83,4 @@ constraints: $(VENV)/.dev
 	done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache

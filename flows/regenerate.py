@@ -10,9 +10,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from promptmill import events
 from promptmill.errors import LaunchFailed, LockHeld
-from promptmill.generation.mill import Finished, Lost
+from promptmill.generation.mill import Finished, Mill
 from promptmill.profile import load_profile
 from promptmill.run import Run, RunRequest, run_note
+from promptmill.serving.server import Lost
 from promptmill.types import Manifest
 from tasks.generation import generate_partition
 from tasks.prompts import prepare_partition
@@ -90,31 +91,50 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
         ]
         bars = ProgressBars(mill)
         while mill.needs_server():
-            ended: Lost | Finished | LaunchFailed | None = None
-            try:
-                for server in launch_server(run):
-                    mill.attach(server, health_gate(run, server, manifests))
-            except LaunchFailed as error:
-                ended = error
-            else:
-                events.tell(events.Resuming(mill.done(), mill.pending()))
-            while ended is None:
-                ended = mill.wait(timeout_s=1.0)
-                bars.update()
+            ended = _serve(run, mill, manifests, bars)
             if isinstance(ended, Finished):
                 break
-            verdict = diagnose_server(run, ended)
-            if not verdict.relaunch:
-                mill.fail(run.gave_up(verdict))
+            verdict = diagnose_server(run.servers, ended)
             show_lives(run)
+            if not verdict.relaunch:
+                mill.fail(run.servers.gave_up(verdict, ended))
+            elif verdict.wait_s:
+                mill.wait(verdict.wait_s)
         try:
             for future in answered:
                 future.result()
         finally:
-            run.finish_lives(mill)
+            run.servers.note_answers(mill.answers_by_server())
             bars.update(always=True)
             show_lives(run)
         return mill.stopping
+
+
+def _serve(
+    run: Run, mill: Mill, manifests: list[Manifest], bars: ProgressBars
+) -> Lost | Finished | LaunchFailed:
+    """One life: launched, let through the gate, and waited for until it is lost or nothing is left to do."""
+    longest = run.longest_request_tokens(manifests)
+    failed: LaunchFailed | None = None
+    attached = 0
+    try:
+        for server in launch_server(run.servers):
+            try:
+                mill.attach(server, health_gate(run.servers, server, longest))
+                attached += 1
+            except LaunchFailed as error:
+                failed = error
+                events.tell(events.Notice(str(error).partition("\n")[0]))
+    except LaunchFailed as error:
+        failed = error
+    if failed is not None and not attached:
+        return failed
+    events.tell(events.Resuming(mill.done(), mill.pending()))
+    show_lives(run)
+    while True:
+        if (ended := mill.wait(timeout_s=1.0)) is not None:
+            return ended
+        bars.update()
 
 
 def _publish(run: Run, manifests: list[Manifest], stopped: str) -> dict[str, Any]:

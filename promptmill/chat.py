@@ -76,6 +76,10 @@ class ChatRenderer:
         """Text without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text with its special tokens, to be looked at."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def fingerprint(self) -> str:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""
         template = self._template or self._tokenizer.chat_template

@@ -26,7 +26,10 @@ OK, INCOMPLETE, CONFIG, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args, rest = _parser().parse_known_args(argv)
+    if args.command is not _sim and rest:
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
@@ -88,8 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--partition", metavar="NAME", help="only rows of this partition")
     show.add_argument("--flag", metavar="NAME", help="only answers with this flag, or of this status")
     show.add_argument("--random", type=int, metavar="N", help="N rows at random")
+    add("doctor", _doctor, "Everything that can be checked before GPU time is spent; starts nothing.")
     add("stop", _stop, "Ask the running run to finish what is in flight, seal and end.")
     add("settings", _settings, "The resolved settings as JSON, secrets masked.")
+    text = "A simulated SGLang server: SGLang's flags, HTTP and log lines, faults on request, no GPU."
+    sim = commands.add_parser("sim", help=text, description=text, add_help=False)
+    sim.set_defaults(command=_sim)
     return parser
 
 
@@ -277,6 +284,24 @@ def _stop(args: argparse.Namespace) -> int:
     store.stop_file.touch()
     print(f"asked to stop: {holder}. It finishes what is in flight; a later run goes on.")
     return OK
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from promptmill.doctor import examine
+    from promptmill.profile import load_profile
+
+    wrong = 0
+    for finding in examine(load_profile(args.profile, args.overrides)):
+        wrong += finding.level == "wrong"
+        print(f"{finding.level:<5}  {finding.subject}: {finding.text}")
+    print(f"{wrong} to mend before a run." if wrong else "nothing stands in the way of a run.")
+    return CONFIG if wrong else OK
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from promptmill.sim.server import main as sim
+
+    return sim(args.rest)
 
 
 def _settings(args: argparse.Namespace) -> int:

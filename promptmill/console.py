@@ -19,7 +19,12 @@ from promptmill.release.card import accounting_table
 from promptmill.types import STATUSES, Tally
 
 _PLAIN_FIGURES_S = 10.0
-_LOUD = {events.Died: "bold red", events.Relaunching: "yellow", events.GaveUp: "bold red"}
+_LOUD = {
+    events.Died: "bold red",
+    events.Relaunching: "yellow",
+    events.GaveUp: "bold red",
+    events.Quarantined: "bold red",
+}
 _GOOD = {events.Ready: "green", events.Resuming: "bold green", events.Released: "bold green"}
 
 

@@ -34,12 +34,23 @@ class ServerError(PromptmillError):
 class LaunchFailed(ServerError):
     """The server never became healthy: cause, log tail and the command to rerun by hand.
 
-    `permanent` says that a relaunch cannot help.
+    `permanent` says that a relaunch cannot help. `signature` and `numbers` are the gate's own finding, for
+    the remedies; empty where only the log can tell.
     """
 
-    def __init__(self, message: str, permanent: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        permanent: bool = False,
+        server: str = "",
+        signature: str = "",
+        numbers: dict[str, float] | None = None,
+    ) -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.server = server
+        self.signature = signature
+        self.numbers = numbers or {}
 
 
 class ServerDied(ServerError):

@@ -49,9 +49,11 @@ class Prepared(Event):
 class Launching(Event):
     name: str
     command: str
+    ours: bool = True
+    """False for a server that somebody else runs."""
 
     def __str__(self) -> str:
-        return f"launching server {self.name}"
+        return f"launching server {self.name}" if self.ours else f"attaching server {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Ready(Event):
     def __str__(self) -> str:
         told = {"slots": "requests at a time", "kv_tokens": "KV tokens", "context_tokens": "tokens a request"}
         known = ", ".join(f"{self.facts[key]:,} {text}" for key, text in told.items() if self.facts.get(key))
+        if (headroom := self.facts.get("headroom_gib")) is not None:
+            known += f", {headroom:.2f} GiB of GPU memory free"
         return f"server {self.name} is ready after {self.facts['startup_s']:.1f} s" + (
             f": {known}" if known else ""
         )
@@ -74,6 +78,19 @@ class Died(Event):
 
     def __str__(self) -> str:
         return f"SERVER DIED: {self.name}: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined(Event):
+    """A prompt that kills the server; later runs do not send it again unless they are told to."""
+
+    row_id: str
+    prompt_hash: str
+    partition: str
+
+    def __str__(self) -> str:
+        which = f"row {self.row_id} of {self.partition} ({self.prompt_hash[:16]})"
+        return f"quarantined {which}: it kills the server"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,24 +12,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from promptmill import events
 from promptmill.chat import ChatRenderer, read_template
-from promptmill.errors import ConfigError, LaunchFailed, LockHeld, ServerError, StoreError
-from promptmill.generation.mill import Lost, Mill
+from promptmill.errors import ConfigError, LockHeld, StoreError
+from promptmill.generation.mill import Mill
 from promptmill.model import Model, load_tokenizer, resolve_model
 from promptmill.prompts import manifest as manifests_
 from promptmill.prompts.manifest import Preparation
 from promptmill.prompts.sources import list_files
 from promptmill.release.dataset import Release, publish
-from promptmill.serving import command, gate, server
+from promptmill.serving import command
 from promptmill.serving.process import choose_port, end_leftovers
-from promptmill.serving.remedies import Death, Verdict, decide
-from promptmill.serving.server import Server
+from promptmill.serving.supervisor import Supervisor
 from promptmill.settings import Profile
 from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.store import Store, check_disk
@@ -50,29 +48,6 @@ class RunRequest:
     accept_redo: bool = False
 
 
-@dataclass(slots=True)
-class Life:
-    """One life of a server, for the table that people look at."""
-
-    server: str
-    started_at: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    answers: int = 0
-    cause_of_death: str = ""
-    remedy: str = ""
-
-    def to_row(self) -> dict[str, Any]:
-        shown = ("slots", "kv_tokens", "context_tokens", "startup_s", "version")
-        return {
-            "server": self.server,
-            "started": self.started_at,
-            **{name: self.facts.get(name) for name in shown},
-            "answers": self.answers,
-            "cause of death": self.cause_of_death,
-            "remedy": self.remedy,
-        }
-
-
 class Run:
     """See the module."""
 
@@ -84,9 +59,7 @@ class Run:
         self.model = model
         self.renderer = renderer
         self.store = store
-        self.lives: list[Life] = []
-        self.deaths: list[Death] = []
-        self._servers: list[Server] = []
+        self.servers = Supervisor(profile, model, renderer, self.servers_folder)
 
     @classmethod
     @contextmanager
@@ -100,7 +73,7 @@ class Run:
                 events.tell(events.Notice(f"ended server {name}, which an earlier run had left behind"))
             yield run
         finally:
-            run.stop_servers()
+            run.servers.stop_all()
             run.store.close()
 
     @classmethod
@@ -130,7 +103,7 @@ class Run:
             renderer=self.renderer,
             folder=self.store.manifests,
             limit=self.request.limit,
-            context_tokens=command.context_tokens(self.profile),
+            context_tokens=command.context_tokens(self.profile, self.model),
         )
 
     def is_prepared(self, partition: str) -> bool:
@@ -150,85 +123,14 @@ class Run:
         for manifest in manifests:
             manifests_.make_current(manifest, self.store.manifests)
 
+    def longest_request_tokens(self, manifests: Sequence[Manifest]) -> int:
+        """The longest prompt and its cap: what a server must have room for."""
+        return max((m.longest_prompt + m.max_new_tokens for m in manifests if m.prompts), default=0)
+
     def mill(self, manifests: Sequence[Manifest]) -> Mill:
         return Mill(
             self.profile, self.store, self.renderer, self.model, list(manifests), self.request.retry_failed
         )
-
-    # --- servers
-
-    def launch(self) -> list[Server]:
-        """Start the server of the next life, or take those that somebody else runs."""
-        if urls := self.profile.server.urls:
-            started = [server.foreign(self.profile, url) for url in urls]
-        else:
-            started = [server.launch(self.profile, self.model, self.servers_folder, len(self.lives) + 1)]
-        for one in started:
-            self._servers.append(one)
-            self.lives.append(Life(one.name, f"{one.started_at:%Y-%m-%d %H:%M:%S} UTC"))
-            shown = " ".join(one.process.command) if one.process else one.url
-            events.tell(events.Launching(one.name, shown))
-        return started
-
-    def pass_gate(self, one: Server, manifests: Sequence[Manifest]) -> gate.Facts:
-        """Wait until the server is healthy. Raises LaunchFailed; the server is ended then."""
-        longest = max((m.longest_prompt + m.max_new_tokens for m in manifests if m.prompts), default=0)
-        try:
-            facts = gate.pass_gate(self.profile, one, self.renderer, gate.Needs(longest))
-        except LaunchFailed:
-            self._end(one)
-            raise
-        self._life(one).facts = facts.to_json()
-        events.tell(events.Ready(one.name, facts.to_json()))
-        return facts
-
-    def diagnose(self, ended: Lost | LaunchFailed) -> Verdict:
-        """What to do about a server that died, or one that never became healthy. It is ended for good."""
-        if isinstance(ended, Lost):
-            self._end(ended.server)
-            death = Death(ended.server.name, "serving", ended.cause, ended.answers)
-        else:
-            name = self.lives[-1].server if self.lives else ""
-            death = Death(name, "start", str(ended), 0, ended.permanent)
-        self.deaths.append(death)
-        verdict = decide(self.deaths, self.profile.server.max_relaunches)
-        if self.lives:
-            life = self.lives[-1]
-            life.answers = death.answers
-            life.cause_of_death = death.cause.splitlines()[0]
-            life.remedy = ("relaunched " if verdict.relaunch else "gave up: ") + verdict.why
-        if verdict.relaunch:
-            limit = self.profile.server.max_relaunches
-            events.tell(events.Relaunching(len(self.deaths), limit, verdict.why))
-        else:
-            events.tell(events.GaveUp(death.server, verdict.why))
-        return verdict
-
-    def gave_up(self, verdict: Verdict) -> ServerError:
-        """The error that ends a run whose server cannot be kept alive."""
-        last = self.deaths[-1]
-        return LaunchFailed(
-            f"gave up on the server: {verdict.why}. The last life: {last.cause}\n"
-            "What was answered is kept; the next run goes on from there.",
-            permanent=True,
-        )
-
-    def finish_lives(self, mill: Mill) -> None:
-        """Note what the servers that are still alive have answered."""
-        for name, answers in mill.answers_by_server().items():
-            next(life for life in self.lives if life.server == name).answers = answers
-
-    def stop_servers(self) -> None:
-        for one in list(self._servers):
-            self._end(one)
-
-    def _end(self, one: Server) -> None:
-        one.stop(self.profile.server.stop_grace_s)
-        if one in self._servers:
-            self._servers.remove(one)
-
-    def _life(self, one: Server) -> Life:
-        return next(life for life in reversed(self.lives) if life.server == one.name)
 
     # --- the end
 
@@ -281,15 +183,14 @@ def check(profile: Profile, request: RunRequest) -> None:
     """
     check_request(profile, request)
     command.check_engine(profile)
-    command.context_tokens(profile)
-    resolve_model(profile)
+    command.context_tokens(profile, resolve_model(profile))
     read_template(profile.chat)
     lock = Store(profile).lock
     if holder := lock.holder():
         raise LockHeld(f"another run holds {lock.path}: {holder}. `promptmill stop` ends it in good order.")
     if profile.server.port and not profile.server.urls:
         choose_port(profile.server.port)
-    _check_places(profile)
+    check_places(profile)
 
 
 def check_request(profile: Profile, request: RunRequest) -> None:
@@ -308,7 +209,7 @@ def check_request(profile: Profile, request: RunRequest) -> None:
                 raise ConfigError(f"partition {part.name}: {error}") from None
 
 
-def _check_places(profile: Profile) -> None:
+def check_places(profile: Profile) -> None:
     """Room on the local disks, and that both addresses can be written."""
     store = Store(profile)
     places = [store.folder, open_folder(profile.release.url)]

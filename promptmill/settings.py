@@ -36,8 +36,12 @@ class ServerSettings(Section):
     engine: Literal["sglang", "openai", "llama_cpp"] = "sglang"
     """`llama_cpp` is embedded and runs on a CPU; `openai` is any OpenAI-compatible server that takes and
     gives token ids on /v1/completions; `sglang` is SGLang's native interface."""
+    version: str = Field(default="", pattern=r"^(\d+\.\d+\.\d+.*)?$")
+    """SGLang's version, e.g. "0.5.9": names of flags differ. Empty: asked of the command's Python; where that
+    cannot be (a container), the newest known one."""
     command: list[str] = []
-    """What starts the server; flags are appended. Empty: the engine's own command."""
+    """What starts the server; flags are appended. Empty: the engine's own command, for SGLang
+    `python -m sglang.launch_server`. `{name}` stands for the life's name."""
     cleanup: list[str] = []
     """Run after a life has ended, to end what the command started outside its process group.
     `{name}` stands for the life's name, e.g. ["docker", "rm", "-f", "{name}"]."""
@@ -45,6 +49,9 @@ class ServerSettings(Section):
     """Added to the environment that the server inherits."""
     urls: list[str] = []
     """Servers that somebody else runs. Not empty: none is launched and none is ended."""
+    restart_command: list[str] = []
+    """Run when one of `urls` was lost, before it is waited for; `{url}` stands for its address. Empty: its
+    owner brings it back."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key for `urls`."""
     served_model_name: str = ""
@@ -55,18 +62,32 @@ class ServerSettings(Section):
     """Port of the launched server; 0 takes a free one."""
     startup_timeout_s: float = Field(default=3600, gt=0)
     """Bound on one start, from the command to the first answer."""
+    startup_silence_timeout_s: float = Field(default=900, gt=0)
+    """A start whose log does not grow for this long is ended and tried again."""
     inactivity_timeout_s: float = Field(default=600, gt=0)
-    """A server with requests in flight that sends no token for this long counts as hung."""
+    """A server with requests in flight that moves no token for this long counts as hung."""
+    collapse_timeout_s: float = Field(default=600, gt=0)
+    """A server that falls below a quarter of the throughput it had, with as many requests in flight, and
+    stays there for this long, is relaunched."""
+    poll_interval_s: float = Field(default=2.0, gt=0)
+    """How often a server is asked for its load."""
     stop_grace_s: float = Field(default=15, ge=0)
     """From SIGTERM to SIGKILL of the whole process group."""
+    gpu_wait_s: float = Field(default=120, ge=0)
+    """How long a start waits for GPUs whose memory is still in use; 0 does not look."""
     min_headroom_gib: float = Field(default=2.0, ge=0)
     """Free GPU memory that a start must leave, where the server reports it."""
     max_relaunches: int = Field(default=8, ge=0)
     """Relaunches in one run before it gives up."""
     max_in_flight: int = Field(default=32, ge=1)
     """Requests in flight on one server; the embedded engine takes as many as it has slots."""
+    stream_interval: int = Field(default=32, ge=1)
+    """Tokens in one event of SGLang's streams; at most one less is lost when a server dies."""
+    accept_rendering_difference: bool = False
+    """Go on although the server's own chat path renders the same messages to other ids than we do."""
     flags: dict[str, FlagValue] = {}
-    """The server's own flags under its own names, passed verbatim."""
+    """The server's own flags under its own names, passed verbatim; SGLang's are renamed where the version
+    has another name for the same thing."""
 
 
 class ChatSettings(Section):
@@ -295,6 +316,11 @@ class Profile(BaseSettings):
             data["server"][name] = [_mask_argument(argv, i) for i in range(len(argv))]
         data["server"]["urls"] = [_URL_PASSWORD.sub("***@", url) for url in data["server"]["urls"]]
         return data
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value under this name is none for other eyes."""
+    return bool(_SECRET.search(name))
 
 
 def _mask_argument(command: Sequence[str], i: int) -> str:

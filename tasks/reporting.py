@@ -50,6 +50,10 @@ def in_prefect() -> Iterator[None]:
                 logger.error("%s", event)
                 _emit("promptmill.server.gave_up", "server", event.name, why=event.why)
                 return
+            case events.Quarantined():
+                logger.error("%s", event)
+                _emit("promptmill.prompt.quarantined", "prompt", event.prompt_hash[:32], row=event.row_id)
+                return
             case events.Released() if event.new:
                 _emit("promptmill.release.published", "release", event.revision, address=event.address)
         logger.info("%s", event)
@@ -89,10 +93,10 @@ class ProgressBars:
 
 def show_lives(run: Run) -> None:
     """The table of the server's lives."""
-    if run.lives:
+    if run.servers.lives:
         create_table_artifact(
             key="server-lives",
-            table=[life.to_row() for life in run.lives],
+            table=[life.to_row() for life in run.servers.lives],
             description="Every life of the server in this run: facts, answers, cause of death, remedy.",
         )
 
@@ -100,7 +104,12 @@ def show_lives(run: Run) -> None:
 def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | None) -> None:
     """The report at the end, and a link to the release."""
     outcome = str(release) if release else "No release."
-    lives = f"Server lives: {len(run.lives)}; deaths: {len(run.deaths)}."
+    lives = f"Server lives: {len(run.servers.lives)}; deaths: {len(run.servers.deaths)}."
+    lives += "".join(
+        f"\n1. {life.server}: {life.cause_of_death}. {life.remedy}."
+        for life in run.servers.lives
+        if life.cause_of_death
+    )
     create_markdown_artifact(
         key="report",
         markdown=f"# {outcome}\n\n{accounting_table(tallies)}\n\n{lives}\n\n"

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from promptmill.errors import LaunchFailed
-from promptmill.generation.mill import Lost
-from promptmill.run import Run
-from promptmill.serving.gate import Facts
+from promptmill.serving.facts import Facts
 from promptmill.serving.remedies import Verdict
-from promptmill.serving.server import Server
-from promptmill.types import Manifest
+from promptmill.serving.server import Lost, Server
+from promptmill.serving.supervisor import Supervisor
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def launch_server(run: Run) -> list[Server]:
+def launch_server(servers: Supervisor) -> list[Server]:
     """Start the next life, or take the servers that somebody else runs."""
-    return run.launch()
+    return servers.launch()
 
 
 @task(task_run_name="health_gate {server.name}", cache_policy=NO_CACHE, persist_result=False)
-def health_gate(run: Run, server: Server, manifests: Sequence[Manifest]) -> Facts:
+def health_gate(servers: Supervisor, server: Server, longest_request_tokens: int) -> Facts:
     """Wait until the server is healthy and ours, and has answered. Raises LaunchFailed."""
-    return run.pass_gate(server, manifests)
+    return servers.pass_gate(server, longest_request_tokens)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def diagnose_server(run: Run, ended: Lost | LaunchFailed) -> Verdict:
-    """Why a life ended, and whether the next one begins."""
-    return run.diagnose(ended)
+def diagnose_server(servers: Supervisor, ended: Lost | LaunchFailed) -> Verdict:
+    """Why a life ended, and what the next one is launched with, if there is to be one."""
+    return servers.diagnose(ended)

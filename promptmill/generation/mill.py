@@ -33,10 +33,13 @@ from promptmill.generation.figures import Counter, Meter
 from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import PromptMaker, Recorder
 from promptmill.generation.replica import Replica
+from promptmill.generation.suspects import Suspects
 from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys
-from promptmill.serving.gate import Facts
-from promptmill.serving.server import Server
+from promptmill.serving.engines import make_client
+from promptmill.serving.facts import Facts
+from promptmill.serving.liveness import Loss
+from promptmill.serving.server import Lost, Server
 from promptmill.settings import Profile, SamplingSettings
 from promptmill.store.store import SEAL_BYTES, Store, goes_on, next_pending
 from promptmill.types import Answer, Completion, Manifest, Prompt, Tally
@@ -53,16 +56,6 @@ class MillBroke(PromptmillError):
 
 class RunEnded(PromptmillError):
     """The run was closed while somebody still waited for a partition."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The last server is gone."""
-
-    server: Server
-    cause: str
-    answers: int
-    """Answers that it finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +89,14 @@ class Mill:
     ) -> None:
         self._profile = profile
         self._store = store
+        self._renderer = renderer
+        self._model = model
         self._recorder = Recorder(renderer, model)
         self._retry_failed = retry_failed
         self._partitions = {m.partition: self._partition(m, renderer) for m in manifests}
         self._picker = Picker()
+        self._suspects = Suspects()
+        self._silent: list[Prompt] = []
         self._meter = Meter()
         self._replicas: list[Replica] = []
         self._under_way: set[str] = set()
@@ -230,7 +227,7 @@ class Mill:
             self._wake.clear()
             while (replica := self._roomiest()) and not self._stopping and not self._failure:
                 try:
-                    prompt = self._picker.pick(lambda c: self._in_class.get(c, 0), self._is_duplicate)
+                    prompt = self._pick()
                 except PromptmillError as error:
                     self._fail(error)
                     break
@@ -240,11 +237,20 @@ class Mill:
             await self._settle()
             await self._wake.wait()
 
+    def _pick(self) -> Prompt | None:
+        """While there are suspects, they are tried one at a time and nothing else is sent."""
+        if self._suspects:
+            return self._suspects.next()
+        return self._picker.pick(lambda c: self._in_class.get(c, 0), self._is_duplicate)
+
     def _is_duplicate(self, prompt: Prompt) -> bool:
         """Under way for another row, or done since it was listed."""
-        return prompt.prompt_hash in self._under_way or self._store.is_done(
+        return self._is_under_way(prompt.prompt_hash) or self._store.is_done(
             prompt.prompt_hash, prompt.max_new_tokens, self._retry_failed
         )
+
+    def _is_under_way(self, prompt_hash: str) -> bool:
+        return prompt_hash in self._under_way or prompt_hash in self._suspects
 
     def _roomiest(self) -> Replica | None:
         return min((r for r in self._replicas if r.has_room()), key=lambda r: r.fill, default=None)
@@ -257,7 +263,7 @@ class Mill:
         task.add_done_callback(lambda _: self._sent(prompt, part, replica, task))
 
     def _sent(self, prompt: Prompt, part: _Partition, replica: Replica, task: asyncio.Task[None]) -> None:
-        replica.tasks.discard(task)
+        replica.remove(task)
         self._count_in_flight(part, prompt, -1)
         self._wake.set()
 
@@ -277,28 +283,53 @@ class Mill:
             await self._give_up(prompt, part, prompt.error, replica)
             return
 
+        tokens = 0
+
         def on_tokens(n: int) -> None:
-            replica.saw_tokens()
+            nonlocal tokens
+            if not tokens and prompt.prompt_hash in self._suspects:
+                self._suspects.cleared(prompt.prompt_hash)
+                self._wake.set()  # the next one's turn
+            tokens += n
+            replica.saw_tokens(n)
             self._meter.counters[prompt.partition].tokens += n
 
         try:
             completion = await replica.client.complete(
-                prompt.input_ids, part.sampling, prompt.max_new_tokens, prompt.sample, on_tokens
+                prompt.input_ids,
+                part.sampling,
+                prompt.max_new_tokens,
+                prompt.sample,
+                on_tokens,
+                prompt.prompt_hash,
             )
         except asyncio.CancelledError:
-            self._picker.put_ahead(prompt)  # its stream was stuck; another server may have it
+            self._interrupted(prompt, tokens)  # its stream was stuck; another server may have it
             raise
         except PromptRejected as error:
             await self._give_up(prompt, part, str(error), replica)
         except ServerBusy:
             replica.pause()
-            self._picker.put_ahead(prompt)
+            if prompt.prompt_hash in self._suspects:
+                self._suspects.postponed(prompt.prompt_hash)
+            else:
+                self._picker.put_ahead(prompt)
         except ServerError as error:
-            await self._failed_try(prompt, part, replica, error)
+            if await replica.turns_out_dead():
+                self._interrupted(prompt, tokens)
+            else:
+                await self._failed_try(prompt, part, replica, error)
         except PromptmillError as error:
             self._fail(error)
         else:
             await self._answered(prompt, part, replica, completion)
+
+    def _interrupted(self, prompt: Prompt, tokens: int) -> None:
+        """By the loss of its server, which is not its fault if it had shown a token."""
+        if tokens:
+            self._picker.put_ahead(prompt)
+        else:
+            self._silent.append(prompt)
 
     async def _answered(
         self, prompt: Prompt, part: _Partition, replica: Replica, completion: Completion
@@ -318,10 +349,8 @@ class Mill:
     async def _failed_try(
         self, prompt: Prompt, part: _Partition, replica: Replica, error: ServerError
     ) -> None:
-        """A server's death is not the prompt's fault; anything else counts, up to MAX_TRIES."""
-        if await replica.turns_out_dead():
-            self._picker.put_ahead(prompt)
-            return
+        """What is not the server's death counts against the prompt, up to MAX_TRIES."""
+        self._suspects.cleared(prompt.prompt_hash)
         again = prompt.after_failed_try()
         if again.tries >= MAX_TRIES:
             await self._give_up(prompt, part, str(error), replica)
@@ -335,6 +364,7 @@ class Mill:
         except StoreError as error:
             self._fail(error)
             return False
+        self._suspects.cleared(prompt.prompt_hash)
         self._answers += 1
         turns_left = 0 if goes_on(answer.status) else len(prompt.row.turns) - prompt.turn - 1
         self._meter.answered(answer.partition, turns_left)
@@ -349,29 +379,44 @@ class Mill:
     # --- servers
 
     async def _join(self, server: Server, facts: Facts) -> None:
-        limits = self._profile.server
-        replica = Replica(server, facts, limits.max_in_flight, limits.inactivity_timeout_s)
+        name = facts.served_model_name
+        client = make_client(self._profile, server, name, self._model, self._renderer)
+        replica = Replica(server, client, facts, self._profile.server)
         self._replicas.append(replica)
         self._group.create_task(self._watch(replica))
         self._wake.set()
 
     async def _watch(self, replica: Replica) -> None:
-        cause = await replica.watch()
+        loss = await replica.watch()
         self._replicas.remove(replica)
-        if cause:
-            self._lose(replica, cause)
+        if loss:
+            await self._lose(replica, loss)
 
-    def _lose(self, replica: Replica, cause: str) -> None:
-        events.tell(events.Died(replica.server.name, cause))
+    async def _lose(self, replica: Replica, loss: Loss) -> None:
+        events.tell(events.Died(replica.server.name, loss.text))
+        silent, self._silent = self._silent, []
+        guilty = self._suspects.died(silent)
+        if guilty is not None:
+            why = f"quarantined: alone without a token when the server died again ({loss.text})"
+            await self._give_up(guilty, self._partitions[guilty.partition], why, replica)
+            events.tell(events.Quarantined(guilty.row.id, guilty.prompt_hash, guilty.partition))
         self._wake.set()
         if self._replicas:
             return
         for name, part in self._partitions.items():
             self._picker.remove(name)
             if part.waiter and not part.over:
-                part.waiter.set_exception(ServerDied(f"{replica.server.name}: {cause}"))
+                part.waiter.set_exception(ServerDied(f"{replica.server.name}: {loss.text}"))
                 part.waiter = None
-        self._outcomes.put(Lost(replica.server, cause, replica.answers))
+        lost = Lost(
+            replica.server,
+            loss,
+            replica.answers,
+            replica.lost_in_flight,
+            tuple(prompt.prompt_hash for prompt in silent),
+            (guilty.prompt_hash,) if guilty else (),
+        )
+        self._outcomes.put(lost)
 
     # --- partitions
 
@@ -423,7 +468,7 @@ class Mill:
                     continue
                 if skipped := self._picker.skipped(name):
                     # Duplicates of requests that others make: once those are answered, look again.
-                    if not skipped & self._under_way:
+                    if not any(map(self._is_under_way, skipped)):
                         self._scan(part)
                         self._wake.set()
                     continue

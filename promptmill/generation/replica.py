@@ -1,4 +1,4 @@
-"""One server as the mill uses it: its client, its window, and when it counts as dead."""
+"""One server as the mill uses it: its client, its window, and when it counts as lost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 import time
 from contextlib import suppress
 
-from promptmill.generation.client import OpenAIClient
-from promptmill.serving.gate import Facts
+from promptmill.errors import ServerError
+from promptmill.serving.client import Client, ConnectionRefused
+from promptmill.serving.facts import Facts
+from promptmill.serving.liveness import Limits, Liveness, Loss
 from promptmill.serving.server import Server
+from promptmill.settings import ServerSettings
 
 _WATCH_S = 0.2
 _BUSY_PAUSE_S = 1.0
@@ -19,16 +22,19 @@ _STREAMS_END_S = 1.0
 class Replica:
     """Owned by the mill's loop. `watch` runs for as long as it serves."""
 
-    def __init__(self, server: Server, facts: Facts, max_in_flight: int, inactivity_timeout_s: float) -> None:
+    def __init__(self, server: Server, client: Client, facts: Facts, settings: ServerSettings) -> None:
         self.server = server
-        self.client = OpenAIClient(server.url, server.api_key, facts.served_model_name)
-        self.window = min(max_in_flight, facts.slots or max_in_flight)
+        self.client = client
+        self.window = min(settings.max_in_flight, facts.slots or settings.max_in_flight)
         self.kv_dtype = facts.kv_dtype or ""
         self.answers = 0
         self.tasks: set[asyncio.Task[None]] = set()
         """Requests in flight."""
-        self._inactivity_timeout_s = inactivity_timeout_s
-        self._last_token_at = time.monotonic()
+        self.lost_in_flight = 0
+        """How many there were when it was lost."""
+        self._poll_s = settings.poll_interval_s
+        limits = Limits(settings.inactivity_timeout_s, settings.collapse_timeout_s)
+        self._liveness = Liveness(limits, time.monotonic())
         self._paused_until = 0.0
         self._gone = asyncio.Event()
 
@@ -45,12 +51,15 @@ class Replica:
         return len(self.tasks) / self.window
 
     def add(self, task: asyncio.Task[None]) -> None:
-        if not self.tasks:
-            self._last_token_at = time.monotonic()  # silence counts from here, not from the last answer
+        self._liveness.sent(time.monotonic())
         self.tasks.add(task)
 
-    def saw_tokens(self) -> None:
-        self._last_token_at = time.monotonic()
+    def remove(self, task: asyncio.Task[None]) -> None:
+        self._liveness.ended()
+        self.tasks.discard(task)
+
+    def saw_tokens(self, n: int) -> None:
+        self._liveness.tokens(n, time.monotonic())
 
     def pause(self) -> None:
         """It refuses for now: send nothing for a moment."""
@@ -62,33 +71,48 @@ class Replica:
             await asyncio.wait_for(self._gone.wait(), _DEATH_CONFIRMED_S)
         return self._gone.is_set()
 
-    async def watch(self) -> str:
-        """Returns the cause of death, or nothing where `close` was called first. No request is left then."""
-        cause = ""
-        while not cause and not self._gone.is_set():
+    async def watch(self) -> Loss | None:
+        """Returns why it was lost, or None where `close` was called first. No request is left then."""
+        poll = asyncio.create_task(self._poll())
+        loss = None
+        while loss is None and not self._gone.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), _WATCH_S)
-            cause = self._death_cause()
+            loss = self._loss()
         closed = self._gone.is_set()
         self._gone.set()
+        poll.cancel()
         tasks = list(self.tasks)
+        self.lost_in_flight = len(tasks)
         if tasks and not closed:  # streams of a dead server end by themselves; those of a stuck one do not
             await asyncio.wait(tasks, timeout=_STREAMS_END_S)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(poll, *tasks, return_exceptions=True)
         await self.client.close()
-        return "" if closed else cause
+        return None if closed else loss
 
     def close(self) -> None:
         """The run is over; requests in flight are abandoned."""
         self._gone.set()
 
-    def _death_cause(self) -> str:
+    async def _poll(self) -> None:
+        """Ask for its load, for as long as it serves."""
+        while True:
+            await asyncio.sleep(self._poll_s)
+            try:
+                load = await self.client.load()
+            except ConnectionRefused:
+                self._liveness.refused(time.monotonic())
+            except ServerError:
+                continue  # too busy to answer, or cut off: neither life nor death
+            else:
+                self._liveness.polled(load, time.monotonic())
+
+    def _loss(self) -> Loss | None:
         process = self.server.process
         if process is not None and not process.alive:
-            return f"the process ended with status {process.exit_status}"
-        silent = time.monotonic() - self._last_token_at
-        if self.tasks and silent > self._inactivity_timeout_s:
-            return f"no token for {silent:.0f} s with {len(self.tasks)} requests in flight"
-        return ""
+            return Loss("", f"the process ended with status {process.exit_status}")
+        if self.server.scheduler_lost():
+            return Loss("zombie", "its scheduler process is gone, though the port may still answer")
+        return self._liveness.loss(time.monotonic())

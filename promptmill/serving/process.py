@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,10 +23,13 @@ import psutil
 
 from promptmill.errors import ConfigError, LaunchFailed
 from promptmill.files import written_whole
+from promptmill.serving.keeper import LIFE_MARK
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _KEEPER_START_S = 30.0
 _KEEPER_END_S = 75.0  # the keeper gives leftovers 5 s and the cleanup command 60
+_KEEPER_HUNG_UP_S = 5.0
+_PORT_FREE_S = 10.0
 
 
 class ServerProcess:
@@ -39,27 +43,41 @@ class ServerProcess:
         self.exit_status: int | None = None
         """As subprocess gives it, negative for a signal; None while the process lives."""
         self._state = state_folder / f"{name}.json"
+        self._cleanup: list[str] = []
+        self._remove: list[str] = []
         self._started = threading.Event()
         self._ended = threading.Event()
         self._problem = ""
 
-    def start(self, env: Mapping[str, str] | None = None, cleanup: Sequence[str] = ()) -> None:
-        """Raises LaunchFailed where the command cannot be executed."""
+    def start(
+        self,
+        env: Mapping[str, str] | None = None,
+        cleanup: Sequence[str] = (),
+        secrets: Sequence[str] = (),
+        remove: Sequence[Path] = (),
+    ) -> None:
+        """`secrets` are kept out of the log; the files in `remove` are deleted when it is over.
+
+        Raises LaunchFailed where the command cannot be executed.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        cleanup_json = json.dumps([part.replace("{name}", self.name) for part in cleanup])
+        self._cleanup = [part.replace("{name}", self.name) for part in cleanup]
+        self._remove = [str(path) for path in remove]
+        argv = [str(_KEEPER), self.name, str(self.log), json.dumps(self._cleanup), *self.command]
         self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_KEEPER), str(self.log), cleanup_json, *self.command],
+            [sys.executable, "-I", "-S", *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=dict(env) if env is not None else None,
             text=True,
             start_new_session=True,
         )
+        self._tell(json.dumps({"secrets": list(secrets), "remove": self._remove}))
         self._reader = threading.Thread(target=self._read_events, name=f"keeper-{self.name}", daemon=True)
         self._reader.start()
         started = self._started.wait(_KEEPER_START_S)
         if not started or not self.pid:
-            self._keeper.kill()
+            self._hang_up()
             self._join()
             raise LaunchFailed(f"the server could not be started: {self._problem or 'no answer'}.")
         self._remember()
@@ -74,12 +92,9 @@ class ServerProcess:
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM, `grace_s`, SIGKILL to the group; returns when nothing of it is left."""
-        with suppress(OSError, ValueError):  # the keeper is gone already
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.write(f"stop {grace_s}\n")
-            self._keeper.stdin.flush()
+        self._tell(f"stop {grace_s}")
         if not self._ended.wait(grace_s + _KEEPER_END_S):
-            self._keeper.kill()
+            self._hang_up()
         self._join()
 
     def kill(self) -> None:
@@ -98,10 +113,24 @@ class ServerProcess:
             self._started.set()
         self._keeper.wait()
         if status is None and self.pid:  # the keeper itself was killed: nobody else will end the server
-            end_group(self.pid)
+            _end_life(self.name, self.pid, self._cleanup, self._remove)
         self.exit_status = status if status is not None else -signal.SIGKILL
         self._started.set()
         self._ended.set()
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # the keeper is gone already
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.write(line + "\n")
+            self._keeper.stdin.flush()
+
+    def _hang_up(self) -> None:
+        """End a keeper that does not answer; to it, the end of its input is the loss of its owner."""
+        with suppress(OSError):
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.close()
+        if not self._ended.wait(_KEEPER_HUNG_UP_S):
+            self._keeper.kill()
 
     def _join(self) -> None:
         self._reader.join(timeout=10)
@@ -114,7 +143,12 @@ class ServerProcess:
 
     def _remember(self) -> None:
         with suppress(psutil.NoSuchProcess):  # it died already; its end is read from the keeper
-            state = {"server": _identify(self.pid), "owner": _identify(os.getpid())}
+            state = {
+                "server": _identify(self.pid),
+                "owner": _identify(os.getpid()),
+                "cleanup": self._cleanup,
+                "remove": self._remove,
+            }
             with written_whole(self._state) as file:
                 file.write(json.dumps(state).encode())
 
@@ -130,13 +164,34 @@ def end_leftovers(state_folder: Path) -> list[str]:
             saved = json.loads(state.read_text("utf-8"))
             if _is_alive(saved["owner"]):
                 continue
-            if _is_alive(saved["server"]):
-                end_group(saved["server"][0])
+            main = saved["server"][0] if _is_alive(saved["server"]) else 0
+            if _end_life(state.stem, main, saved.get("cleanup", []), saved.get("remove", [])):
                 ended.append(state.stem)
         except (ValueError, KeyError, TypeError):
             pass  # torn or foreign: nothing can be learned from it
         state.unlink(missing_ok=True)
     return ended
+
+
+def _end_life(name: str, pgid: int, cleanup: list[str], remove: list[str]) -> bool:
+    """What the keeper would have done: the group (0: its leader is gone), what left it, and the cleanup.
+
+    What left the group by setsid has the life's mark in its environment. Returns whether anything lived.
+    """
+    found = bool(pgid)
+    if pgid:
+        end_group(pgid)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(LIFE_MARK) == name and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                found = True
+    if cleanup:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(cleanup, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    for path in remove:
+        Path(path).unlink(missing_ok=True)
+    return found
 
 
 def _identify(pid: int) -> tuple[int, float]:
@@ -156,6 +211,18 @@ def end_group(pgid: int) -> None:
     """SIGKILL the process group that `pgid` leads."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, signal.SIGKILL)
+
+
+def wait_port_free(port: int) -> bool:
+    """Whether nothing listens on `port` any more, after at most ten seconds."""
+    deadline = time.monotonic() + _PORT_FREE_S
+    while time.monotonic() < deadline:
+        try:
+            choose_port(port)
+            return True
+        except ConfigError:
+            time.sleep(0.05)
+    return False
 
 
 def choose_port(wanted: int) -> int:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import secrets
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
+import psutil
+
 from promptmill.model import Model
-from promptmill.serving.command import build_command
-from promptmill.serving.process import ServerProcess, choose_port
-from promptmill.settings import Profile
+from promptmill.serving import command
+from promptmill.serving.liveness import Loss
+from promptmill.serving.process import ServerProcess, choose_port, wait_port_free
+from promptmill.settings import FlagValue, Profile
 
 _TAIL_BYTES = 64_000
+_ABORT_TIMEOUT_S = 2.0
+_SCHEDULER = "sglang::sched"  # what setproctitle leaves of it in 15 characters is enough
 
 
 @dataclass(slots=True)
@@ -26,34 +34,103 @@ class Server:
     url: str
     api_key: str
     process: ServerProcess | None = None
+    port: int = 0
+    flags: dict[str, FlagValue] = field(default_factory=dict)
+    """What this life was launched with, remedies included."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    aborts: bool = False
+    """It knows /abort_request: running requests end at once, so that SIGTERM need not wait for them."""
+    exit_status: int | None = None
+    """Of a process that ended by itself before the gate; None for one that was ended by us."""
+    _schedulers: list[psutil.Process] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
         return self.process is None or self.process.alive
+
+    def note_schedulers(self) -> None:
+        """Remember SGLang's scheduler processes, now that they are up. Those of a container are not seen."""
+        if self.process is None or not self.process.pid:
+            return
+        with suppress(psutil.Error):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self._schedulers = [child for child in children if _is_scheduler(child)]
+
+    def scheduler_lost(self) -> bool:
+        """Whether a scheduler is gone while the main process may still answer HTTP."""
+        return not all(_is_running(scheduler) for scheduler in self._schedulers)
 
     def log_tail(self, lines: int = 8) -> list[str]:
         """The last lines of its log; reads a bounded piece, however long the log is."""
         return read_tail(self.process.log, lines) if self.process else []
 
     def stop(self, grace_s: float) -> None:
-        """End the process and whatever it started. Somebody else's server is left alone."""
-        if self.process is not None:
-            self.process.stop(grace_s)
+        """End the process and whatever it started; its port is free then. Somebody else's is left alone."""
+        if self.process is None:
+            return
+        if self.aborts and grace_s and self.process.alive:
+            self._abort_all()
+        self.process.stop(grace_s)
+        if self.port:
+            wait_port_free(self.port)
+
+    def _abort_all(self) -> None:
+        """SGLang drains without a time limit: what nobody waits for is not to be waited for."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        with suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=_ABORT_TIMEOUT_S) as http:
+            http.post(f"{self.url}/abort_request", json={"abort_all": True}, headers=headers)
 
 
-def launch(profile: Profile, model: Model, folder: Path, life: int) -> Server:
-    """Start a life. Raises ConfigError for a port that is taken, LaunchFailed for a command that is wrong.
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A server that had passed the gate is gone or stuck, and no other is left."""
 
-    Logs and state files go below `folder`.
+    server: Server
+    loss: Loss
+    answers: int
+    """Answers that it finished."""
+    in_flight: int = 0
+    suspects: tuple[str, ...] = ()
+    """Hashes of prompts that were in flight without a first token."""
+    quarantined: tuple[str, ...] = ()
+    """Of the prompt that was on trial, and is recorded as failed now."""
+
+
+def launch(
+    profile: Profile,
+    model: Model,
+    folder: Path,
+    life: int,
+    flags: Mapping[str, FlagValue] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Server:
+    """Start a life, with its log and state file below `folder`.
+
+    `flags` and `env` stand for the profile's where a remedy changed them. Raises ConfigError for a port that
+    is taken, LaunchFailed for a command that is wrong.
     """
     port = choose_port(profile.server.port)
     name = f"promptmill-{datetime.now(UTC):%Y%m%dT%H%M%S}-{life}-{secrets.token_hex(3)}"
-    key = secrets.token_urlsafe(24)
-    command = build_command(profile, model, name, port, key)
-    process = ServerProcess(name, command.argv, folder / f"{name}.log", folder)
-    process.start(command.env, profile.server.cleanup)
-    return Server(name, f"http://127.0.0.1:{port}", key, process)
+    this = command.Life(name, port, secrets.token_urlsafe(24), folder)
+    flags = dict(profile.server.flags if flags is None else flags)
+    built = command.build_command(profile, model, this, flags, profile.server.env if env is None else env)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in built.files.items():
+        _write_private(path, text)
+    process = ServerProcess(name, built.argv, folder / f"{name}.log", folder)
+    try:
+        process.start(
+            built.env,
+            profile.server.cleanup,
+            command.secrets(profile, this) if built.files else (),
+            list(built.files),
+        )
+    except BaseException:
+        for path in built.files:
+            path.unlink(missing_ok=True)
+        raise
+    aborts = profile.server.engine == "sglang"
+    return Server(name, f"http://127.0.0.1:{port}", this.key, process, port, flags, aborts=aborts)
 
 
 def foreign(profile: Profile, url: str) -> Server:
@@ -71,3 +148,22 @@ def read_tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     return list(deque(text.splitlines(), maxlen=lines))
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+    ) as file:
+        file.write(text)
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.name().startswith(_SCHEDULER)
+    return False
+
+
+def _is_running(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -401,3 +401,128 @@ def test_end_leftovers_removes_a_state_file_that_says_nothing(tmp_path: Path, te
 
 def test_end_leftovers_of_a_folder_that_is_not_there_is_nothing(tmp_path: Path) -> None:
     assert end_leftovers(tmp_path / "servers") == []
+
+
+# --- secrets and files of a life
+
+
+def test_secret_never_reaches_the_log_however_it_is_written(tmp_path: Path) -> None:
+    code = (
+        "import os, time\n"
+        "key = 'k3y-' + '0123456789abcdef'\n"
+        "os.write(1, b'a' * 70000 + key[:7].encode()); time.sleep(0.05)\n"
+        "os.write(2, key[7:].encode() + b'\\rprogress ' + key.encode() + b' end\\n')\n"
+        "os.write(1, b'k3y-01')\n"
+    )
+    log = tmp_path / "life.log"
+    server = ServerProcess("life", python(code), log, tmp_path / "state")
+    server.start(secrets=["k3y-0123456789abcdef", ""])
+    assert server.wait(WAIT_S)
+    server.stop(0)
+    text = log.read_bytes()
+    assert b"k3y-0123456789abcdef" not in text
+    assert text == b"a" * 70000 + b"***\rprogress *** end\nk3y-01"
+
+
+def test_files_of_a_life_are_removed_with_it_even_when_the_keeper_is_killed(tmp_path: Path) -> None:
+    for how in ("stop", "kill"):
+        key = tmp_path / f"{how}.yaml"
+        key.write_text("api-key: x")
+        server = ServerProcess(f"life-{how}", python(SLEEP), tmp_path / "log", tmp_path / "state")
+        server.start(remove=[key])
+        if how == "kill":
+            os.kill(server._keeper.pid, signal.SIGKILL)
+            assert server.wait(WAIT_S)
+        server.stop(0)
+        assert not key.exists()
+
+
+def test_keeper_killed_by_sigkill_ends_what_left_the_group_and_cleans_up(
+    start: Start, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    server = start(FAMILY, str(pids), cleanup=("touch", str(tmp_path / "cleaned-{name}")))
+    members = family(pids)
+    os.kill(server._keeper.pid, signal.SIGKILL)
+    assert server.wait(WAIT_S)
+    assert_gone(members)
+    assert (tmp_path / f"cleaned-{server.name}").exists()
+
+
+# --- what lies outside of the process tree: a container whose client is only a client
+
+DAEMON = """
+import os, pathlib, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "up").touch()
+running = {}
+while not (folder / "down").exists():
+    for wish in folder.glob("*.run"):
+        wish.unlink()
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        child = subprocess.Popen(command, env={}, start_new_session=True)
+        running[wish.stem] = child
+        (folder / f"{wish.stem}.tmp").write_text(str(child.pid))
+        (folder / f"{wish.stem}.tmp").rename(folder / f"{wish.stem}.pid")
+    for wish in folder.glob("*.rm"):
+        wish.unlink()
+        child = running.pop(wish.stem, None)
+        if child:
+            child.kill(); child.wait()
+        (folder / f"{wish.stem}.removed").touch()
+    time.sleep(0.01)
+for child in running.values():
+    child.kill(); child.wait()
+"""
+CLIENT = """
+import pathlib, sys, time
+folder, what, name = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+(folder / (name + "." + what)).touch()
+if what == "run":
+    print("attached", flush=True); time.sleep(600)
+while not (folder / (name + ".removed")).exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path) -> Iterator[Path]:
+    """A daemon that owns its containers; their client neither is their parent nor marks them."""
+    folder = tmp_path / "docker"
+    folder.mkdir()
+    daemon = start_python(DAEMON, str(folder))
+    until((folder / "up").exists, WAIT_S, "the daemon")
+    yield folder
+    (folder / "down").touch()
+    daemon.communicate(timeout=WAIT_S)
+    assert daemon.returncode == 0
+
+
+def container(folder: Path, name: str) -> psutil.Process:
+    pid = until(lambda: (folder / f"{name}.pid").exists(), WAIT_S, "the container")
+    pid = int((folder / f"{name}.pid").read_text())
+    return psutil.Process(pid)
+
+
+@pytest.mark.parametrize("how", ["stop", "flow killed", "keeper killed"])
+def test_container_that_outlives_its_client_is_ended_by_the_cleanup(
+    how: str, start: Start, owner: Callable[..., subprocess.Popen[str]], docker: Path, tmp_path: Path
+) -> None:
+    cleanup = (*python(CLIENT, str(docker), "rm", "{name}"),)
+    if how == "flow killed":
+        flow = owner(
+            python(CLIENT, str(docker), "run", "life-0"), (*python(CLIENT, str(docker), "rm", "life-0"),)
+        )
+        inside = container(docker, "life-0")
+        flow.kill()
+        flow.wait()
+    else:
+        server = start(CLIENT, str(docker), "run", "life-0", cleanup=cleanup)
+        inside = container(docker, "life-0")
+        if how == "stop":
+            server.stop(1)
+            assert not lives(inside)
+        else:
+            os.kill(server._keeper.pid, signal.SIGKILL)
+            assert server.wait(WAIT_S)
+    assert_gone([inside])

@@ -19,7 +19,7 @@ from promptmill.generation.mill import Finished, Lost, Mill
 from promptmill.model import Model
 from promptmill.profile import load_profile
 from promptmill.prompts.manifest import Preparation, prepare
-from promptmill.serving.gate import Facts
+from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
 from promptmill.store.store import Store
 from promptmill.types import Manifest, Tally
@@ -130,7 +130,7 @@ class Bench:
     manifests: dict[str, Manifest]
 
     def attach(self, rogue: Rogue) -> None:
-        facts = Facts("tiny", 4, None, None, None, None, 0.0, "")
+        facts = Facts("tiny", slots=4)
         self.mill.attach(Server("rogue", rogue.url, ""), facts)
 
     def generate(self) -> dict[str, Tally | BaseException]:
@@ -279,7 +279,7 @@ def test_mill_loses_a_silent_server_and_goes_on_with_the_next(make: Make, rogue:
     assert counts(results["B"]) == {"rows": 1, "answered": 1}
     lost = bench.mill.wait(WAIT_S)
     assert isinstance(lost, Lost)
-    assert "no token for" in lost.cause
+    assert "no token for" in lost.loss.text
     assert bench.mill.needs_server()
     bench.attach(rogue)
     assert counts(bench.mill.generate("A")) == {"rows": 2, "answered": 2}

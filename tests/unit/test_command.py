@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from promptmill.errors import ConfigError, LaunchFailed
 from promptmill.serving.command import (
     EMBEDDED_COMMAND,
+    LaunchCommand,
+    Life,
     build_command,
     check_engine,
     context_tokens,
@@ -21,6 +24,8 @@ from promptmill.serving.server import Server, foreign, launch, read_tail
 from promptmill.settings import Profile
 from tests.helpers_store import MODEL, make_profile
 
+MODULE = ("-m", "sglang.launch_server")
+
 
 @pytest.fixture
 def make(tmp_path: Path):
@@ -28,6 +33,13 @@ def make(tmp_path: Path):
         return make_profile(tmp_path, server={"engine": "llama_cpp", **server})
 
     return made
+
+
+LIFE = Life("life-1", 1, "k", Path("servers"))
+
+
+def build(profile: Profile, life: Life = LIFE) -> LaunchCommand:
+    return build_command(profile, MODEL, life, profile.server.flags, profile.server.env)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +59,7 @@ def test_render_flag_gives_argv(flag: str, value: Any, argv: list[str]) -> None:
 
 def test_build_command_appends_flags_after_the_command_and_keeps_the_key_out_of_argv(make) -> None:
     profile = make(flags={"parallel": 2, "jinja": True}, env={"OMP_NUM_THREADS": "3"})
-    built = build_command(profile, MODEL, "life-1", 8123, "s3cret-key")
+    built = build(profile, Life("life-1", 8123, "s3cret-key", Path("servers")))
     assert built.argv[: len(EMBEDDED_COMMAND)] == EMBEDDED_COMMAND
     rest = built.argv[len(EMBEDDED_COMMAND) :]
     assert rest[rest.index("--model") + 1] == MODEL.path
@@ -62,20 +74,23 @@ def test_build_command_appends_flags_after_the_command_and_keeps_the_key_out_of_
 def test_build_command_takes_a_command_of_ones_own_and_a_template(make) -> None:
     profile = make(command=["docker", "run", "image"])
     profile = profile.model_copy(update={"chat": profile.chat.model_copy(update={"template": "t.jinja"})})
-    argv = build_command(profile, MODEL, "life-1", 1, "k").argv
+    argv = build(profile).argv
     assert argv[:3] == ["docker", "run", "image"]
     assert argv[argv.index("--chat-template-file") + 1] == "t.jinja"
 
 
 def test_build_command_inherits_the_environment(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMPTMILL_TEST_INHERITED", "yes")
-    assert build_command(make(), MODEL, "n", 1, "k").env["PROMPTMILL_TEST_INHERITED"] == "yes"
+    assert build(make()).env["PROMPTMILL_TEST_INHERITED"] == "yes"
 
 
 @pytest.mark.parametrize(
     ("server", "setting"),
     [
-        ({"engine": "sglang"}, r"server\.engine 'sglang'"),
+        ({"engine": "sglang", "command": ["no-such-program"]}, "no-such-program"),
+        ({"engine": "sglang", "command": [sys.executable, *MODULE]}, "has no sglang"),
+        ({"engine": "sglang", "version": "0.5.23", "flags": {"api-key": "x"}}, "api-key"),
+        ({"restart_command": ["true"]}, r"restart_command"),
         ({"engine": "openai"}, r"server\.urls"),
         ({"replicas": 2}, r"server\.replicas"),
         ({"engine": "openai", "urls": ["http://h:1"], "api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
@@ -93,15 +108,15 @@ def test_check_engine_takes_what_works(make, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_context_tokens_is_a_slots_share_of_the_context(make) -> None:
-    assert context_tokens(make()) == 1024
-    assert context_tokens(make(flags={"ctx-size": 4096, "parallel": 1})) == 4096
-    assert context_tokens(make(engine="openai", urls=["http://h:1"])) is None
+    assert context_tokens(make(), MODEL) == 1024
+    assert context_tokens(make(flags={"ctx-size": 4096, "parallel": 1}), MODEL) == 4096
+    assert context_tokens(make(engine="openai", urls=["http://h:1"]), MODEL) is None
 
 
 @pytest.mark.parametrize("value", [0, -1, "many", True, 1.5])
 def test_context_tokens_names_a_flag_that_is_no_number(make, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"server\.flags\.parallel"):
-        context_tokens(make(flags={"parallel": value}))
+        context_tokens(make(flags={"parallel": value}), MODEL)
 
 
 def test_choose_port_finds_a_free_one_for_zero() -> None:

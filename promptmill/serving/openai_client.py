@@ -1,37 +1,25 @@
-"""One request to a server: token ids in, token ids out, streamed.
-
-Success is a finish reason of stop or length, and nothing else. There is no total time-out: a long answer is
-not an error. Foreign exceptions end here and become ours, by one table.
-"""
+"""The client of OpenAI-compatible servers that take and give ids on /v1/completions: llama.cpp, vLLM."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import openai
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
-from promptmill.errors import ConfigError, PromptRejected, ServerBusy, ServerError
+from promptmill.errors import ServerError
+from promptmill.serving.client import ConnectionBroke, ConnectionRefused, Load, OnTokens, status_error
 from promptmill.settings import SamplingSettings
 from promptmill.types import Completion
 
-OnTokens = Callable[[int], None]
 _TIMEOUT = openai.Timeout(None, connect=10.0)
-_ROW_FAULTS = {400, 413, 422}
-_SETUP_FAULTS = {401, 403, 404}
-_BUSY = {429, 502, 503, 504}
+_LOAD_TIMEOUT_S = 5.0
 
 # openai 2.8 stands on httpx and later ones on httpx2; a stream that breaks may raise theirs, unwrapped.
 _httpx_client = next(c for c in DefaultAioHttpClient.__mro__ if c.__name__ == "AsyncClient")
 _httpx: Any = importlib.import_module(_httpx_client.__module__.partition(".")[0])
-
-
-class ConnectionBroke(ServerError):
-    """The connection failed or ended early; whether the server died, its owner knows."""
 
 
 class OpenAIClient:
@@ -47,13 +35,15 @@ class OpenAIClient:
             http_client=DefaultAioHttpClient(timeout=_TIMEOUT, trust_env=False),
         )
 
-    async def __aenter__(self) -> OpenAIClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+    async def load(self) -> Load | None:
+        """No load: these servers share no interface for it. That it answers at all is what is asked."""
+        try:
+            await self._client.with_options(timeout=_LOAD_TIMEOUT_S).models.list()
+        except openai.APIStatusError:
+            pass
+        except (openai.APIConnectionError, _httpx.TransportError) as error:
+            raise _broke(error) from error
+        return None
 
     async def close(self) -> None:
         await self._client.close()
@@ -65,12 +55,8 @@ class OpenAIClient:
         max_new_tokens: int,
         sample: int,
         on_tokens: OnTokens = lambda n: None,
+        key: str = "",
     ) -> Completion:
-        """Ask once. `on_tokens` hears of every group of new tokens.
-
-        Raises PromptRejected for a fault of the prompt, ServerBusy, ConfigError for a wrong key or path,
-        ConnectionBroke, and ServerError for what else a server may answer.
-        """
         output_ids: list[int] = []
         finish_reason = ""
         prompt_tokens = -1
@@ -95,7 +81,7 @@ class OpenAIClient:
         except openai.APIStatusError as error:
             raise _translate_status(error) from error
         except (openai.APIConnectionError, _httpx.TransportError) as error:
-            raise ConnectionBroke(f"the connection broke: {error.__cause__ or error}") from error
+            raise _broke(error) from error
         except json.JSONDecodeError as error:
             raise ConnectionBroke(f"the stream broke off inside an event: {error}") from error
         except openai.APIError as error:
@@ -139,12 +125,13 @@ def _chunk_ids(chunk: Any) -> list[int]:
 
 
 def _translate_status(error: openai.APIStatusError) -> Exception:
-    status, body = error.status_code, error.body
+    body = error.body
     words = str(body["message"]) if isinstance(body, dict) and body.get("message") else error.message
-    if status in _ROW_FAULTS:
-        return PromptRejected("refused_by_server", f"{status}: {words}")
-    if status in _SETUP_FAULTS:
-        return ConfigError(f"the server answers {status}: {words} (a wrong key or address?)")
-    if status in _BUSY:
-        return ServerBusy(f"{status}: {words}")
-    return ServerError(f"{status}: {words}")
+    return status_error(error.status_code, words)
+
+
+def _broke(error: Exception) -> ConnectionBroke:
+    cause = error.__cause__ or error
+    # What was refused is a ConnectTimeout on openai's aiohttp transport.
+    refused = isinstance(cause, (_httpx.ConnectError, _httpx.ConnectTimeout))
+    return (ConnectionRefused if refused else ConnectionBroke)(f"the connection broke: {cause}")

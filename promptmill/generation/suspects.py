@@ -1,0 +1,57 @@
+"""Which prompt kills the server. Pure.
+
+Prompts in flight without a first token when a server died are suspects: they are tried one at a time, the
+next one when the one before has shown its first token. A suspect that is on trial when the server dies again
+is guilty. That finds each poisoned prompt in two crashes, and no innocent one pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from promptmill.types import Prompt
+
+
+class Suspects:
+    """Owned by the mill's loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Prompt] = {}
+        self._on_trial = ""
+
+    def __contains__(self, prompt_hash: str) -> bool:
+        return prompt_hash in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def died(self, silent: Iterable[Prompt]) -> Prompt | None:
+        """The server died while these prompts waited for a first token; returns the guilty one, if known."""
+        guilty = self._waiting.pop(self._on_trial, None)
+        self._on_trial = ""
+        for prompt in silent:
+            if guilty is None or prompt.prompt_hash != guilty.prompt_hash:
+                self._waiting.setdefault(prompt.prompt_hash, prompt)
+        return guilty
+
+    def next(self) -> Prompt | None:
+        """The one to try now; None while one is on trial or nobody is suspected."""
+        if self._on_trial or not self._waiting:
+            return None
+        self._on_trial = next(iter(self._waiting))
+        return self._waiting[self._on_trial]
+
+    @property
+    def on_trial(self) -> bool:
+        return bool(self._on_trial)
+
+    def cleared(self, prompt_hash: str) -> None:
+        """It showed a first token, or ended in another way that is not the server's death."""
+        self._waiting.pop(prompt_hash, None)
+        if prompt_hash == self._on_trial:
+            self._on_trial = ""
+
+    def postponed(self, prompt_hash: str) -> None:
+        """It was not tried: the server was too busy to take it, or it is to be asked again."""
+        if prompt_hash == self._on_trial:
+            self._on_trial = ""

@@ -1,0 +1,78 @@
+"""What every engine's client does: one request to a server, token ids in, token ids out, streamed.
+
+Success is a finish reason of stop or length, and nothing else. There is no total time-out: a long answer is
+not an error. Foreign exceptions end in the clients and become ours, statuses by the one table here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from promptmill.errors import ConfigError, PromptRejected, ServerBusy, ServerError
+from promptmill.settings import SamplingSettings
+from promptmill.types import Completion
+
+OnTokens = Callable[[int], None]
+_ROW_FAULTS = {400, 413, 422}
+_SETUP_FAULTS = {401, 403, 404}
+_BUSY = {429, 502, 503, 504}
+
+
+class ConnectionBroke(ServerError):
+    """The connection failed or ended early; whether the server died, its owner knows."""
+
+
+class ConnectionRefused(ConnectionBroke):
+    """Nothing listens at the address: with no token moving, that is a dead server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a server says of its work; None is what it does not tell."""
+
+    running: int | None = None
+    """Requests that it works on."""
+    queued: int | None = None
+    used_tokens: int | None = None
+    """KV tokens in use: this moves while the server does."""
+    as_of: float | None = None
+    """The server's own time of this sample; one that stands still comes from a scheduler that does."""
+
+
+class Client(Protocol):
+    """Of one server. Used in one event loop."""
+
+    async def complete(
+        self,
+        input_ids: list[int],
+        sampling: SamplingSettings,
+        max_new_tokens: int,
+        sample: int,
+        on_tokens: OnTokens = ...,
+        key: str = "",
+    ) -> Completion:
+        """Ask once. `on_tokens` hears of every group of new tokens; `key` names the prompt to the server.
+
+        Raises PromptRejected for a fault of the prompt, ServerBusy, ConfigError for a wrong key or path,
+        ConnectionBroke, and ServerError for what else a server may answer.
+        """
+        ...
+
+    async def load(self) -> Load | None:
+        """Its load now, or None where it answered without one. Raises ConnectionBroke."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def status_error(status: int, words: str) -> Exception:
+    """The error that an HTTP status stands for; one class, one policy."""
+    if status in _ROW_FAULTS:
+        return PromptRejected("refused_by_server", f"{status}: {words}")
+    if status in _SETUP_FAULTS:
+        return ConfigError(f"the server answers {status}: {words} (a wrong key or address?)")
+    if status in _BUSY:
+        return ServerBusy(f"{status}: {words}")
+    return ServerError(f"{status}: {words}")

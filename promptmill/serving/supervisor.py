@@ -1,0 +1,288 @@
+"""The servers of one run, life after life: launched, gated, diagnosed, relaunched with what helps, ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from promptmill import events
+from promptmill.chat import ChatRenderer
+from promptmill.errors import LaunchFailed, ServerError
+from promptmill.model import Model
+from promptmill.serving import gate, server
+from promptmill.serving.command import server_flags, sglang_version
+from promptmill.serving.facts import Facts
+from promptmill.serving.gpus import hardware, wait_until_free
+from promptmill.serving.logs import LogFacts, read_log
+from promptmill.serving.remedies import Death, Phase, Verdict, decide
+from promptmill.serving.server import Lost, Server
+from promptmill.serving.signatures import Evidence, cause_of_death, classify
+from promptmill.serving.worked import Remedy, WorkedRemedies
+from promptmill.settings import Profile
+
+_RESTART_S = 120.0
+_EXIT_S = 2.0
+_ENV = "env:"
+_REMEDIES = "remedies.json"
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of a server, for the table that people look at."""
+
+    server: str
+    started_at: str
+    changed: str = ""
+    """Flags that differ from the profile's."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    answers: int = 0
+    cause_of_death: str = ""
+    remedy: str = ""
+
+    def to_row(self) -> dict[str, Any]:
+        told = ("version", "kv_tokens", "kv_dtype", "headroom_gib", "context_tokens", "slots", "startup_s")
+        return {
+            "server": self.server,
+            "started": self.started_at,
+            "changed flags": self.changed,
+            **{name: self.facts.get(name) for name in told},
+            "answers": self.answers,
+            "cause of death": self.cause_of_death,
+            "remedy": self.remedy,
+        }
+
+
+class Supervisor:
+    """Used by the thread that owns the run. `folder` is for logs, state files and what is remembered."""
+
+    def __init__(self, profile: Profile, model: Model, renderer: ChatRenderer, folder: Path) -> None:
+        self.lives: list[Life] = []
+        self.deaths: list[Death] = []
+        self._profile = profile
+        self._model = model
+        self._renderer = renderer
+        self._folder = folder
+        self._profile_flags = server_flags(profile)
+        self._flags = dict(self._profile_flags)
+        self._env = dict(profile.server.env)
+        self._steps: dict[str, Remedy] = {}
+        self._servers: list[Server] = []
+        self._known: dict[str, Server] = {}
+        """Every server of this run, the ended ones too."""
+
+    def launch(self) -> list[Server]:
+        """Start the next life, or take those servers of somebody else that are not attached.
+
+        Raises LaunchFailed, and ConfigError for a port that is taken.
+        """
+        if urls := self._profile.server.urls:
+            started = [self._take(url) for url in urls if not any(s.name == url for s in self._servers)]
+        else:
+            started = [self._launch()]
+        for one in started:
+            self._servers.append(one)
+            self._known[one.name] = one
+            changed = ", ".join(f"{r.flag} = {r.value}" for r in self._steps.values())
+            self.lives.append(Life(one.name, f"{one.started_at:%Y-%m-%d %H:%M:%S} UTC", changed))
+            shown = " ".join(one.process.command) if one.process else one.url
+            events.tell(events.Launching(one.name, shown, ours=one.process is not None))
+        return started
+
+    def pass_gate(self, one: Server, longest_request_tokens: int) -> Facts:
+        """Wait until the server is healthy. Raises LaunchFailed; the server is ended then."""
+        try:
+            facts = gate.pass_gate(self._profile, one, self._model, self._renderer, longest_request_tokens)
+        except LaunchFailed:
+            if one.process is not None:
+                one.process.wait(_EXIT_S if not one.alive else 0)
+                one.exit_status = one.process.exit_status
+            self._end(one, self._profile.server.stop_grace_s)
+            raise
+        self._life(one.name).facts = facts.to_json()
+        events.tell(events.Ready(one.name, facts.to_json()))
+        return facts
+
+    def diagnose(self, ended: Lost | LaunchFailed) -> Verdict:
+        """What to do about a server that died, or one that never became healthy. It is ended for good."""
+        death = self._death_of(ended) if isinstance(ended, Lost) else self._failed_start(ended)
+        self.deaths.append(death)
+        if death.answers:
+            self._keep_worked()
+        verdict = decide(self.deaths, self._profile.server.max_relaunches, sglang_version(self._profile))
+        if verdict.relaunch:
+            self._apply(verdict)
+        if self.lives:
+            life = self._life(death.server)
+            life.answers, life.cause_of_death = death.answers, death.cause
+            life.remedy = verdict.why if verdict.relaunch else f"gave up: {verdict.why}"
+        if verdict.relaunch:
+            limit = self._profile.server.max_relaunches
+            events.tell(events.Relaunching(len(self.deaths), limit, verdict.why))
+        else:
+            events.tell(events.GaveUp(death.server, verdict.why))
+        return verdict
+
+    def gave_up(self, verdict: Verdict, last: Lost | LaunchFailed) -> ServerError:
+        """The error that ends a run whose server cannot be kept alive."""
+        words = str(last) if isinstance(last, LaunchFailed) else self.deaths[-1].cause
+        advice = f"\n{verdict.advice}" if verdict.advice else ""
+        return LaunchFailed(
+            f"gave up on the server: {verdict.why}.{advice}\nThe last life: {words}\n"
+            "What was answered is kept; the next run goes on from there.",
+            permanent=True,
+        )
+
+    def note_answers(self, answers: Mapping[str, int]) -> None:
+        """What the servers that are still alive have answered."""
+        for name, n in answers.items():
+            self._life(name).answers = n
+        if any(answers.values()):
+            self._keep_worked()
+
+    def stop_all(self) -> None:
+        for one in list(self._servers):
+            self._end(one, self._profile.server.stop_grace_s)
+
+    # --- starting
+
+    def _launch(self) -> Server:
+        if self._profile.server.engine == "sglang":
+            if not self.lives:
+                self._recall()
+            if self._profile.server.gpu_wait_s:
+                wait_until_free(self._profile.server.gpu_wait_s, {**os.environ, **self._env})
+        return server.launch(
+            self._profile, self._model, self._folder, len(self.lives) + 1, self._flags, self._env
+        )
+
+    def _take(self, url: str) -> Server:
+        restart = [part.replace("{url}", url) for part in self._profile.server.restart_command]
+        if restart and any(life.server == url for life in self.lives):
+            events.tell(events.Notice(f"restarting {url}: {restart[0]}"))
+            try:
+                done = subprocess.run(
+                    restart, capture_output=True, text=True, timeout=_RESTART_S, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise LaunchFailed(f"server.restart_command failed for {url}: {error}", server=url) from None
+            if done.returncode:
+                words = (done.stderr or done.stdout).strip()[-500:]
+                raise LaunchFailed(
+                    f"server.restart_command ended with status {done.returncode} for {url}: {words}",
+                    server=url,
+                )
+        return server.foreign(self._profile, url)
+
+    # --- ending
+
+    def _death_of(self, lost: Lost) -> Death:
+        one = lost.server
+        if one.process is not None and not lost.loss.signature:
+            one.process.wait(_EXIT_S)
+        status = one.process.exit_status if one.process else None
+        self._end(one, 0.0)  # whatever is left of it answers to nobody any more
+        evidence, facts = self._evidence(one, status, "serving")
+        cause = lost.loss.text
+        if lost.loss.signature:
+            evidence = Evidence(lost.loss.signature, lost.loss.text, {}, "serving")
+        elif evidence is not None:
+            cause = cause_of_death(evidence, status)
+        return Death(
+            server=one.name,
+            phase="serving",
+            cause=cause,
+            exit_status=status,
+            evidence=evidence,
+            answers=lost.answers,
+            flags=one.flags,
+            env=dict(self._env),
+            facts=facts,
+            suspects=lost.suspects,
+            in_flight=lost.in_flight,
+            quarantined=len(lost.quarantined),
+        )
+
+    def _failed_start(self, failed: LaunchFailed) -> Death:
+        name = failed.server
+        one = self._known.get(name)
+        status = one.exit_status if one else None
+        evidence, facts = self._evidence(one, status, "start") if one else (None, None)
+        cause = str(failed).partition("\n")[0]
+        if failed.signature:
+            evidence = Evidence(failed.signature, cause, dict(failed.numbers), "serving")
+        elif evidence is not None and evidence.signature:
+            cause = cause_of_death(evidence, status)
+        return Death(
+            server=name,
+            phase="start",
+            cause=cause,
+            exit_status=status,
+            evidence=evidence,
+            answers=0,
+            flags=one.flags if one else dict(self._flags),
+            env=dict(self._env),
+            facts=facts,
+            permanent=failed.permanent,
+        )
+
+    def _evidence(
+        self, one: Server, status: int | None, phase: Phase
+    ) -> tuple[Evidence | None, LogFacts | None]:
+        """What its log says of its end, where it is ours to read and in SGLang's words."""
+        if one.process is None or self._profile.server.engine != "sglang":
+            return None, None
+        digest = read_log(one.process.log)
+        return classify(digest, status, phase), digest.facts
+
+    def _end(self, one: Server, grace_s: float) -> None:
+        one.stop(grace_s)
+        if one in self._servers:
+            self._servers.remove(one)
+
+    def _life(self, name: str) -> Life:
+        """The latest of that name: somebody else's server has its address as the name of each life."""
+        return next((life for life in reversed(self.lives) if life.server == name), self.lives[-1])
+
+    # --- remedies
+
+    def _apply(self, verdict: Verdict) -> None:
+        """The next life is launched with the changed flags."""
+        for step in verdict.steps:
+            self._set(Remedy(step.flag, self._profile_flags.get(step.flag), step.after, verdict.why))
+
+    def _set(self, remedy: Remedy) -> None:
+        self._steps[remedy.flag] = remedy
+        if remedy.flag.startswith(_ENV):
+            self._env[remedy.flag.removeprefix(_ENV)] = str(remedy.value)
+        elif remedy.value is None:
+            self._flags.pop(remedy.flag, None)
+        else:
+            self._flags[remedy.flag] = remedy.value
+
+    def _recall(self) -> None:
+        """Begin with what worked before on this model, these GPUs and this version."""
+        for remedy in remembered(self._profile, self._model, self._folder):
+            self._set(remedy)
+            events.tell(events.Notice(f"as in an earlier run: {remedy}"))
+
+    def _keep_worked(self) -> None:
+        if self._steps and not self._profile.server.urls:
+            key = _remembered_for(self._profile, self._model)
+            WorkedRemedies(self._folder / _REMEDIES).keep(key, list(self._steps.values()))
+
+
+def remembered(profile: Profile, model: Model, folder: Path) -> list[Remedy]:
+    """What worked in an earlier run, and the next one begins with."""
+    worked = WorkedRemedies(folder / _REMEDIES)
+    return worked.find(_remembered_for(profile, model), server_flags(profile))
+
+
+def _remembered_for(profile: Profile, model: Model) -> str:
+    version = sglang_version(profile)
+    told = ".".join(map(str, version)) if version else "of unknown version"
+    gpus = hardware({**os.environ, **profile.server.env})
+    return f"{model.name} {model.revision[:16]} | {gpus} | sglang {told}"

@@ -1,0 +1,115 @@
+"""The run that promptmill is built for, on the simulator with the memory of eight 96 GB cards.
+
+By hand it went: out of memory at a fraction of 0.93 (0.82 GB left), life at 0.88 (5.47 GB).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+from place import ROOT, Place
+
+from tests.contract.sglang_place import sim_model
+
+PROFILE = """
+model = "moonshotai/Kimi-K2.5"
+model_path = "{model}"
+[server]
+engine = "sglang"
+version = "0.5.23"
+command = ["{python}", "-m", "promptmill.sim", "--sim-gpu", "kimi-96gb", "--sim-speed", "100",
+           "--sim-mean-output", "150", "--sim-oom-running", "10"]
+max_in_flight = 40
+[server.flags]
+tp-size = 8
+mem-fraction-static = 0.93
+context-length = 49152
+[chat]
+template = "{root}/deployments/demo/chat_template.jinja"
+[classes.short]
+max_new_tokens = 600
+[store]
+url = "data/store"
+[release]
+url = "data/release"
+[[partitions]]
+name = "B1_glaive"
+source = "b1.jsonl"
+[[partitions]]
+name = "B4_deepseek"
+source = "b4.jsonl"
+"""
+ROWS = 60
+
+
+@pytest.fixture
+def kimi(place: Place) -> Place:
+    """`place` with kimi.toml. Prompts are long enough that the chunk of a prefill is full."""
+    model = sim_model(place.folder)
+    text = PROFILE.format(model=model, python=sys.executable, root=ROOT)
+    (place.folder / "kimi.toml").write_text(text, encoding="utf-8")
+    for name in ("b1", "b4"):
+        rows = [
+            {"id": f"{name}-{n}", "prompt": f"{n}. " + "Say what this means. " * 150} for n in range(ROWS)
+        ]
+        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def artifact(place: Place, key: str) -> str:
+    """The latest artifact of that key, from Prefect's own database."""
+    with sqlite3.connect(place.folder / "prefect/prefect.db") as database:
+        (data,) = database.execute(
+            "select data from artifact where key = ? order by created desc limit 1", (key,)
+        ).fetchone()
+    database.close()
+    return str(json.loads(data))
+
+
+def log_of(place: Place, life: int) -> str:
+    (path,) = (place.folder / "data/store/servers").glob(f"promptmill-*-{life}-*.log")
+    return Path(path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("headroom", "cause", "step"),
+    [
+        ("0", "out of memory", "0.93 → 0.88"),
+        ("2.0", r"leaves 0\.8\d GiB", "0.93 → 0.88"),
+    ],
+    ids=["dies under load", "refused at the gate"],
+)
+def test_kimi_run_finds_its_memory_fraction_by_itself(
+    kimi: Place, headroom: str, cause: str, step: str
+) -> None:
+    ran = kimi.run("promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(cause, ran.stdout)
+    assert f"mem-fraction-static {step}" in ran.stdout
+    assert ran.stdout.count("launching server") == 2
+    assert re.search(r"is ready .* 1(58|59|60),\d{3} KV tokens.* 5\.\d+ GiB of GPU memory free", ran.stdout)
+
+    status = json.loads(kimi.run("promptmill", "status", "kimi.toml", "--json").stdout)
+    for part in status["partitions"].values():
+        assert part["rows"] == ROWS
+        assert part["pending"] == part["failed"] == part["rejected"] == 0
+    report, lives = artifact(kimi, "report"), artifact(kimi, "server-lives")
+    for text in (report, lives):
+        assert f"mem-fraction-static {step}" in text
+    assert re.search(cause, lives)
+    assert "--mem-fraction-static" not in report
+    assert "mem_fraction_static': 0.88" in log_of(kimi, 2) or "0.88" in log_of(kimi, 2)
+
+    again = kimi.run(
+        "promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom}",
+        "--set", "classes.short.max_new_tokens=620", "--accept-redo",
+    )  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr
+    if "launching server" in again.stdout:  # the cut ones are asked again, and nobody has to learn twice
+        assert f"as in an earlier run: mem-fraction-static {step}" in again.stdout
+        assert again.stdout.count("launching server") == 1

@@ -1,0 +1,86 @@
+"""One release by SGLang, its scheduler killed in the middle: the real one where SGLANG_UNDER_TEST=real."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from place import ROOT, Place, wait_for
+
+from promptmill.store.journal import JournalReader
+from tests.contract.sglang_place import REAL, find_engine
+
+pytestmark = pytest.mark.timeout(1500 if REAL else 180)
+REAL_PROMPTS = ROOT.parent / "shared" / "data"
+ROWS = 6
+
+
+def prompts(folder: Path) -> Iterator[tuple[str, str]]:
+    """Partition and source: real prompts where they are at hand, else those of the demo."""
+    for path in sorted(REAL_PROMPTS.glob("*.jsonl*")) if REAL_PROMPTS.is_dir() else []:
+        yield path.name.partition(".")[0], str(path)
+    if not REAL_PROMPTS.is_dir():
+        for name in ("math", "questions"):
+            yield name, str(ROOT / "deployments" / "demo" / f"{name}.jsonl")
+
+
+def scheduler(place: Place) -> psutil.Process | None:
+    for process in place.processes():
+        if process.name().startswith("sglang::sched"):
+            return process
+    return None
+
+
+def journaled(place: Place, partitions: list[str]) -> int:
+    journal = place.folder / "store/journal.sqlite"
+    return (
+        sum(len(list(JournalReader(journal).answers(name))) for name in partitions) if journal.exists() else 0
+    )
+
+
+def test_release_survives_the_death_of_its_scheduler(place: Place) -> None:
+    engine = find_engine(place.folder)
+    if engine is None:
+        pytest.skip("the real SGLang is not built: make test-sglang")
+    path = engine.write_profile(place.folder)
+    text = path.read_text(encoding="utf-8")
+    text = text[: text.index("[[partitions]]")].replace("max_new_tokens = 64", "max_new_tokens = 96")
+    names = []
+    for name, source in prompts(place.folder):
+        names.append(name)
+        text += f'[[partitions]]\nname = "{name}"\nsource = "{source}"\n'
+    path.write_text(text, encoding="utf-8")
+
+    ran = place.start("promptmill", "run", "profile.toml", "--limit", str(ROWS), log="run.log")
+
+    def output() -> str:
+        return (place.folder / "run.log").read_text(encoding="utf-8")
+
+    wait_for(
+        lambda: journaled(place, names) >= 2 or ran.poll() is not None, 900 if REAL else 90, "two answers"
+    )
+    assert ran.poll() is None, output()
+    victim = scheduler(place)
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+    assert ran.wait(900 if REAL else 90) == 0, output()
+    assert place.wait_until_empty(0) == []
+
+    told = output()
+    assert told.count("SERVER DIED") == 1, told
+    assert told.count("launching server") == 2, told
+    assert "resuming: " in told
+    pointer = json.loads((place.folder / "release/latest.json").read_text(encoding="utf-8"))
+    counts = json.loads(place.run("promptmill", "status", "profile.toml", "--json").stdout)["partitions"]
+    for name, part in counts.items():
+        assert part["pending"] == part["failed"] == 0, (name, part)
+        assert sum(part.values()) == 2 * part["rows"]
+    assert Path(pointer["path"]).is_dir()
+    keys = [line for line in told.splitlines() if "api-key" in line.lower()]
+    assert keys == []
+    manifest = json.loads((Path(pointer["path"]) / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest
