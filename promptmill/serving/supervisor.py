@@ -27,6 +27,7 @@ from promptmill.settings import Profile
 _RESTART_S = 120.0
 _EXIT_S = 2.0
 _ENV = "env:"
+_UNTOLD = ("unknown", "killed", "crashed", "child_died", "child_crashed", "child_killed")
 _REMEDIES = "remedies.json"
 
 
@@ -57,7 +58,7 @@ class Life:
 
 
 class Supervisor:
-    """Used by the thread that owns the run. `folder` is for logs, state files and what is remembered."""
+    """Used by the thread that owns the run. `folder` is for logs and state files; remedies lie beside it."""
 
     def __init__(self, profile: Profile, model: Model, renderer: ChatRenderer, folder: Path) -> None:
         self.lives: list[Life] = []
@@ -118,7 +119,7 @@ class Supervisor:
         if self.lives:
             life = self._life(death.server)
             life.answers, life.cause_of_death = death.answers, death.cause
-            life.remedy = verdict.why if verdict.relaunch else f"gave up: {verdict.why}"
+            life.remedy = f"relaunched: {verdict.why}" if verdict.relaunch else f"gave up: {verdict.why}"
         if verdict.relaunch:
             limit = self._profile.server.max_relaunches
             events.tell(events.Relaunching(len(self.deaths), limit, verdict.why))
@@ -187,8 +188,10 @@ class Supervisor:
         self._end(one, 0.0)  # whatever is left of it answers to nobody any more
         evidence, facts = self._evidence(one, status, "serving")
         cause = lost.loss.text
-        if lost.loss.signature:
-            evidence = Evidence(lost.loss.signature, lost.loss.text, {}, "serving")
+        watched = lost.loss.signature
+        # A scheduler that is gone has mostly said why, a moment before its server would have ended itself.
+        if watched and (watched != "zombie" or evidence is None or evidence.signature in _UNTOLD):
+            evidence = Evidence(watched, cause, {}, "serving")
         elif evidence is not None:
             cause = cause_of_death(evidence, status)
         return Death(
@@ -272,12 +275,12 @@ class Supervisor:
     def _keep_worked(self) -> None:
         if self._steps and not self._profile.server.urls:
             key = _remembered_for(self._profile, self._model)
-            WorkedRemedies(self._folder / _REMEDIES).keep(key, list(self._steps.values()))
+            WorkedRemedies(self._folder.parent / _REMEDIES).keep(key, list(self._steps.values()))
 
 
 def remembered(profile: Profile, model: Model, folder: Path) -> list[Remedy]:
     """What worked in an earlier run, and the next one begins with."""
-    worked = WorkedRemedies(folder / _REMEDIES)
+    worked = WorkedRemedies(folder.parent / _REMEDIES)
     return worked.find(_remembered_for(profile, model), server_flags(profile))
 
 

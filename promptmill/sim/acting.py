@@ -13,9 +13,13 @@ from promptmill.sim import crashes
 from promptmill.sim.faults import Fault
 from promptmill.sim.logs import Log
 
+_LAST_WORDS_S = 0.05
+"""Between an answer and the fault that it triggers, so that the answer reaches its client."""
+
 
 def act(fault: Fault, log: Log, speed: float, watchdog_s: float, memory: dict[str, float]) -> None:
     """Returns from a freeze that ends, and from nothing else."""
+    time.sleep(_LAST_WORDS_S)
     if fault.name in {"die", "zombie"}:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.name == "freeze":

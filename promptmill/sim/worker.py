@@ -96,7 +96,7 @@ class Worker:
                 self._publish()
             self._act(self._triggers.due(self._answers, len(self.engine.running), self._elapsed_s()))
             if self._leaking and not self.engine.busy:
-                acting.crash(self.log, "leak", False, {"kv_tokens": self.loaded.config.kv_tokens})
+                acting.act(Fault("leak"), self.log, self.sim.sim_speed, 0, self._memory_facts())
 
     def _elapsed_s(self) -> float:
         return (time.monotonic() - self._origin) * float(self.sim.sim_speed)
@@ -274,5 +274,6 @@ class Worker:
                 )
 
     def _memory_facts(self) -> dict[str, float]:
-        memory, free = self.loaded.plan.memory, max(0.05, self.loaded.plan.headroom_gib)
-        return {"gpu": memory.gpu, "free": free, "used": memory.gpu - free}
+        plan = self.loaded.plan
+        memory, free = plan.memory, max(0.05, plan.headroom_gib)
+        return {"gpu": memory.gpu, "free": free, "used": memory.gpu - free, "kv_tokens": plan.kv_tokens}

@@ -46,9 +46,10 @@ def test_release_survives_the_death_of_its_scheduler(place: Place) -> None:
     engine = find_engine(place.folder)
     if engine is None:
         pytest.skip("the real SGLang is not built: make test-sglang")
-    path = engine.write_profile(place.folder)
+    slow = {} if REAL else {"sim-speed": 2, "sim-mean-output": 60}
+    path = engine.write_profile(place.folder, **slow)
     text = path.read_text(encoding="utf-8")
-    text = text[: text.index("[[partitions]]")].replace("max_new_tokens = 64", "max_new_tokens = 96")
+    text = text[: text.index("[[partitions]]")].replace("gpu_wait_s = 0", "gpu_wait_s = 0\nmax_in_flight = 4")
     names = []
     for name, source in prompts(place.folder):
         names.append(name)

