@@ -143,7 +143,7 @@ class Hub:
                         f"[http_server] Error: Request is disconnected from the client side (type {kind}). "
                         f"Abort request obj.rid={state.rid!r}"
                     )
-                    self.abort(state.rid)
+                    self.send({"t": "abort", "rid": state.rid, "all": False})
 
     async def finished(self, state: State) -> None:
         """Wait for the end of a submitted request; it is aborted if the caller leaves."""
@@ -152,8 +152,9 @@ class Hub:
                 pass
 
     def abort(self, rid: str = "", everything: bool = False) -> None:
-        """As /abort_request: every rid that starts with this one."""
-        self.send({"t": "abort", "rid": rid, "all": everything})
+        """As /abort_request: of a rid that is known, with all that start with it; of another one nothing."""
+        if everything or rid in self.states:
+            self.send({"t": "abort", "rid": rid, "all": everything})
 
     async def ask(self, kind: str) -> dict[str, Any]:
         """A question that the scheduler itself answers; waits for as long as it is stuck."""

@@ -96,8 +96,11 @@ class Engine:
         return path
 
 
-def find_engine(folder: Path) -> Engine | None:
-    """The server under test; None where the real one was asked for and is not built."""
+def find_engine(folder: Path, real_text: bool = False) -> Engine | None:
+    """The server under test; None where the real one was asked for and is not built.
+
+    The real one has a small random model, or, for text that means something, SmolLM2.
+    """
     if not REAL:
         return Engine([sys.executable, "-m", "promptmill.sim"], sim_model(folder), flags=_SIM_FLAGS)
     from tests.sglang_cpu.environment import find
@@ -105,7 +108,9 @@ def find_engine(folder: Path) -> Engine | None:
     built = find()
     if built is None:
         return None
-    return Engine(list(built.command), Path(built.smollm2), dict(built.env), dict(built.flags))
+    if real_text:
+        return Engine(built.command, built.smollm2, built.env, built.flags)
+    return Engine(built.command, built.tiny, built.env, {**built.flags, **built.tiny_flags})
 
 
 _SIM_FLAGS = {

@@ -268,15 +268,22 @@ def test_abort_returns_what_there_is_and_is_no_answer(live: Running) -> None:
     with pytest.raises(ServerBusy, match="aborted"):
         ask(live, work)
 
-    plain = Background(live, [1, 2, 300], rid="victim-1", max_new_tokens=1500, ignore_eos=True)
-    until(lambda: running_requests(live) > 0, WAIT_S, "it runs")
+
+def test_abort_is_by_prefix_of_a_request_that_is_known(live: Running) -> None:
+    """Why all our request ids have one width."""
+    same = {"max_new_tokens": 1500, "ignore_eos": True}
+    plain = [Background(live, [1, 2, 300 + n], rid=f"victim-{n}", **same) for n in (1, 10)]
+    until(lambda: running_requests(live) == 2, WAIT_S, "both run")
     with live.http() as http:
-        assert http.post("/abort_request", json={"rid": "victim"}).status_code == 200  # by prefix
-    response = plain.wait()
-    assert response.status_code == 200
-    finish = response.json()["meta_info"]["finish_reason"]
-    assert (finish["type"], finish["message"], finish["status_code"]) == ("abort", "Aborted", None)
-    assert len(response.json()["output_ids"]) < 1500
+        assert http.post("/abort_request", json={"rid": "victim"}).status_code == 200  # nobody's
+        assert running_requests(live) == 2
+        assert http.post("/abort_request", json={"rid": "victim-1"}).status_code == 200
+    for one in plain:
+        response = one.wait()
+        assert response.status_code == 200
+        finish = response.json()["meta_info"]["finish_reason"]
+        assert (finish["type"], finish["message"], finish["status_code"]) == ("abort", "Aborted", None)
+        assert len(response.json()["output_ids"]) < 1500
 
 
 def test_request_that_is_given_up_is_aborted_on_the_server(live: Running) -> None:

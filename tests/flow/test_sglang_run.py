@@ -43,7 +43,7 @@ def journaled(place: Place, partitions: list[str]) -> int:
 
 
 def test_release_survives_the_death_of_its_scheduler(place: Place) -> None:
-    engine = find_engine(place.folder)
+    engine = find_engine(place.folder, real_text=True)
     if engine is None:
         pytest.skip("the real SGLang is not built: make test-sglang")
     slow = {} if REAL else {"sim-speed": 2, "sim-mean-output": 60}
