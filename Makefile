@@ -67,9 +67,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(SGLANG)/.made: tests/sglang_cpu/requirements.txt tests/sglang_cpu/requirements-nodeps.txt tests/sglang_cpu/make_models.py | $(VENV)/.dev
 	@echo "making $(SGLANG) (3 GB, some minutes the first time)"
 	@$(PYTHON) -m venv $(SGLANG)
-	@$(SGLANG)/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' tests/sglang_cpu/requirements.txt)
-	@$(UV) pip install --quiet --python $(SGLANG)/bin/python -r tests/sglang_cpu/requirements.txt
-	@$(UV) pip install --quiet --python $(SGLANG)/bin/python --no-deps -r tests/sglang_cpu/requirements-nodeps.txt
+	@$(SGLANG)/bin/pip install -qq --disable-pip-version-check $$(grep '^torch==' tests/sglang_cpu/requirements.txt)
+	@$(UV) pip install --quiet --compile-bytecode --python $(SGLANG)/bin/python -r tests/sglang_cpu/requirements.txt
+	@$(UV) pip install --quiet --compile-bytecode --python $(SGLANG)/bin/python --no-deps -r tests/sglang_cpu/requirements-nodeps.txt
 	@$(SGLANG)/bin/python tests/sglang_cpu/make_models.py $(SGLANG)/models
 	@touch $@
 

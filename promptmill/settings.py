@@ -71,8 +71,8 @@ class ServerSettings(Section):
     stays there for this long, is relaunched."""
     poll_interval_s: float = Field(default=2.0, gt=0)
     """How often a server is asked for its load."""
-    stop_grace_s: float = Field(default=15, ge=0)
-    """From SIGTERM to SIGKILL of the whole process group."""
+    stop_grace_s: float = Field(default=30, ge=0)
+    """From SIGTERM to SIGKILL of the whole process group. An idle SGLang takes 5 to 16 s to end."""
     gpu_wait_s: float = Field(default=120, ge=0)
     """How long a start waits for GPUs whose memory is still in use; 0 does not look."""
     min_headroom_gib: float = Field(default=2.0, ge=0)

@@ -23,7 +23,8 @@ _KEPT_FREE = 2  # an answer that would fill the context is clipped silently
 _NULL_MEMBER = re.compile(r',\s*"[^"]+":\s*null|"[^"]+":\s*null\s*,\s*')
 _PLAIN: list[Message] = [
     {"role": "system", "content": "You answer in one word."},
-    {"role": "user", "content": "What is the capital of France?"},
+    # Digits, runs of spaces and signs outside ASCII: where tokenizers of one vocabulary part ways.
+    {"role": "user", "content": "Which is larger, x =  12 or ²³ − 1?\n\tÄnder' nichts 🦊."},
 ]
 _TOOLS: list[dict[str, Any]] = [
     {

@@ -14,6 +14,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from promptmill.sim import faults
 from promptmill.sim.memory import PRESETS
 
 _KV_DTYPES = {
@@ -84,7 +85,11 @@ def parse(argv: list[str]) -> tuple[dict[str, Any], argparse.Namespace]:
 
 
 def _parser(version: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="launch_server.py")
+    parser = argparse.ArgumentParser(
+        prog="launch_server.py",
+        epilog=faults.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for key, default in defaults.items():
         if key.startswith("_") or key in {"custom_sigquit_handler", "cuda_graph_config"}:
             continue
