@@ -1,114 +1,187 @@
-"""How soon the end of a server is seen, and how soon the next one is launched. On the simulator, real time.
+"""How soon the end of a server is seen and the next one launched, and what is no end. On the simulator.
 
     .venv/bin/python benchmarks/bench_detection.py
 
-Prints one JSON object. Seconds are from the fault to the mill's `Lost`; "to the next launch" is from there to
-the moment that the next command has been started, diagnosis and the ending of the old life included.
+Prints one JSON object. `detected_s` is from the fault to the mill's `Lost`, in real seconds;
+`to_next_launch_s` from there until the next command has been started, diagnosis and the ending of the old
+life included. `flow` is the same through `promptmill run`, Prefect included, by the lines that it prints.
+`survived` are faults that end nothing; there the simulator runs ten times as fast as a clock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from promptmill.errors import PromptmillError
-from promptmill.generation.mill import Mill
-from promptmill.prompts.manifest import prepare
-from promptmill.run import Run, RunRequest
-from promptmill.serving.server import Lost
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import contextlib
 
+from promptmill.errors import PromptmillError
+from promptmill.generation.mill import Finished, Mill
+from promptmill.profile import load_profile
+from promptmill.prompts.manifest import prepare
+from promptmill.run import Run, RunRequest
+from promptmill.serving.server import Lost, Server
 from tests.contract.sglang_place import Engine, sim_model
 
 INACTIVITY_S = 10.0
 TIMES = 3
+SPEED = 20
+
+
+@dataclass(frozen=True)
+class Death:
+    name: str
+    victim: str = ""
+    """`main` or `scheduler`: killed by us. Empty: the simulator's own fault; it counts from the last token."""
+    flags: tuple[str, ...] = ()
+
+
+DEATHS = [
+    Death("process killed", "main"),
+    Death("scheduler killed", "scheduler"),
+    Death("scheduler killed, nobody there notices (0.5.9)", "scheduler", ("--sim-no-watchdog",)),
+    Death(f"hang, inactivity time {INACTIVITY_S:g} s", "", ("--sim-fault", "freeze@running=16")),
+    Death(f"requests lost, inactivity time {INACTIVITY_S:g} s", "", ("--sim-fault", "lost@t=200")),
+]
+SURVIVED = {
+    "70 s without a token (a compile)": "freeze:70@t=30",
+    "300 s of /health 503 under long prefills": "busy:300@t=10",
+}
 
 
 def main() -> None:
-    faults = {
-        "process killed": (["--sim-speed", "20"], "main"),
-        "scheduler killed": (["--sim-speed", "20"], "scheduler"),
-        "scheduler killed, no watchdog (0.5.9)": (["--sim-speed", "20", "--sim-no-watchdog"], "scheduler"),
-        f"hang (inactivity {INACTIVITY_S:g} s)": (["--sim-speed", "20", "--sim-fault", "freeze@t=60"], ""),
-        f"requests lost (inactivity {INACTIVITY_S:g} s)": (
-            ["--sim-speed", "20", "--sim-fault", "lost@t=60"],
-            "",
-        ),
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = sim_model(folder)
+        result = {
+            "benchmark": "detection",
+            "load": os.getloadavg(),
+            "deaths": {death.name: rounds(folder, model, death) for death in DEATHS},
+            "flow": through_the_flow(folder / "flow", model),
+            "survived": {what: survives(folder, model, fault) for what, fault in SURVIVED.items()},
+        }
+    print(json.dumps(result, indent=1))
+
+
+def rounds(folder: Path, model: Path, death: Death) -> dict[str, Any]:
+    measured = [one_death(folder / f"{abs(hash(death))}-{n}", model, death) for n in range(TIMES)]
+    return {
+        "detected_s": [round(detected, 2) for detected, _ in measured],
+        "to_next_launch_s": [round(launched, 2) for _, launched in measured],
     }
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = sim_model(Path(folder))
-        for name, (flags, victim) in faults.items():
-            rounds = [
-                one_round(Path(folder) / f"{abs(hash(name))}-{n}", model, flags, victim) for n in range(TIMES)
-            ]
-            results[name] = {
-                "detected_s": [round(detected, 2) for detected, _ in rounds],
-                "to_next_launch_s": [round(relaunched, 2) for _, relaunched in rounds],
-                "median_detected_s": round(statistics.median(d for d, _ in rounds), 2),
-            }
-    print(json.dumps({"benchmark": "detection", "load": os.getloadavg(), "results": results}, indent=1))
 
 
-def one_round(folder: Path, model: Path, flags: list[str], victim: str) -> tuple[float, float]:
+def one_death(folder: Path, model: Path, death: Death) -> tuple[float, float]:
     """Seconds from fault to detection, and from there to the next launch."""
-    folder.mkdir()
-    rows = [{"prompt": f"Tell me about the number {n}."} for n in range(400)]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    command = [sys.executable, "-m", "promptmill.sim", *flags, "--sim-mean-output", "4000"]
-    engine = Engine(command, model, flags={"device": "cpu", "max-total-tokens": 8192})
-    from promptmill.profile import load_profile
+    flags = ("--sim-speed", str(SPEED), "--sim-mean-output", "4000", *death.flags)
+    with serving(folder, model, flags, INACTIVITY_S) as (run, mill, server, _):
+        wait_for_tokens(mill)
+        fault_at = time.monotonic()
+        if death.victim:
+            assert server.process is not None
+            pid = server.process.pid if death.victim == "main" else server._schedulers[0].pid
+            os.kill(pid, signal.SIGKILL)
+            lost: Lost | Finished | None = outcome(mill, 120)
+        else:
+            tokens = 0
+            while (lost := mill.wait(0.02)) is None:
+                if (now := sum(part.tokens for part in mill.figures().partitions)) != tokens:
+                    tokens, fault_at = now, time.monotonic()
+        detected_at = time.monotonic()
+        assert isinstance(lost, Lost), lost
+        run.servers.diagnose(lost)
+        run.servers.launch()
+        return detected_at - fault_at, time.monotonic() - detected_at
 
-    path = engine.write_profile(folder)
-    profile = load_profile(
-        str(path),
-        [
-            f"server.inactivity_timeout_s={INACTIVITY_S}",
-            "classes.short.max_new_tokens=1000",
-            "server.max_in_flight=16",
-        ],
-    )
+
+def survives(folder: Path, model: Path, fault: str) -> dict[str, Any]:
+    """Whether a run with such a fault ends in one life, in simulated seconds."""
+    flags = ("--sim-speed", "10", "--sim-mean-output", "2500", "--sim-fault", fault)
+    with serving(folder / fault.partition(":")[0], model, flags, INACTIVITY_S) as (run, mill, _, ready_at):
+        end = outcome(mill, 240)
+        return {
+            "false_deaths": len(run.servers.lives) - 1 + isinstance(end, Lost),
+            "answered_all": isinstance(end, Finished) and mill.pending() == 0,
+            "simulated_s": round(10 * (time.monotonic() - ready_at)),
+            "inactivity_simulated_s": 10 * INACTIVITY_S,
+        }
+
+
+def through_the_flow(folder: Path, model: Path) -> dict[str, float]:
+    """From the line of the death to that of the next launch, Prefect's tasks between them included."""
+    path = write(folder, model, ("--sim-speed", "5", "--sim-mean-output", "100"))
+    command = [str(Path(sys.executable).with_name("promptmill")), "run", str(path)]
+    command += ["--set", "chaos.kill_server_after_answers=20", "--set", "server.max_in_flight=16"]
+    env = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
+    at: dict[str, float] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=folder) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            for word in ("[chaos]", "SERVER DIED", "launching server", "is ready after"):
+                if word in line and (word != "launching server" or "SERVER DIED" in at):
+                    at.setdefault(word, time.monotonic())
+                    if word == "is ready after" and "SERVER DIED" in at:
+                        at["ready again"] = time.monotonic()
+    return {
+        "killed_to_detected_s": round(at["SERVER DIED"] - at["[chaos]"], 2),
+        "detected_to_launched_s": round(at["launching server"] - at["SERVER DIED"], 2),
+        "launched_to_ready_s": round(at["ready again"] - at["launching server"], 2),
+        "exit_status": run.returncode,
+    }
+
+
+def write(folder: Path, model: Path, flags: tuple[str, ...]) -> Path:
+    folder.mkdir()
+    rows = [{"prompt": f"Tell me about the number {n}."} for n in range(200)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = [sys.executable, "-m", "promptmill.sim", *flags]
+    return Engine(command, model, flags={"device": "cpu", "max-total-tokens": 30_000}).write_profile(folder)
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, model: Path, flags: tuple[str, ...], inactivity_s: float
+) -> Iterator[tuple[Run, Mill, Server, float]]:
+    """A run without Prefect, its first server attached."""
+    overrides = [f"server.inactivity_timeout_s={inactivity_s}", "classes.short.max_new_tokens=1000"]
+    profile = load_profile(str(write(folder, model, flags)), [*overrides, "server.max_in_flight=16"])
     with Run.open(profile, RunRequest(), "benchmark") as run:
         manifest = prepare(run.preparation("A_text"))
         run.accept([manifest])
         with run.mill([manifest]) as mill:
-            waiter = threading.Thread(target=wait, args=(mill, manifest.partition))
+            waiter = threading.Thread(target=generate, args=(mill, manifest.partition))
             waiter.start()
             (server,) = run.servers.launch()
             mill.attach(server, run.servers.pass_gate(server, 128))
-            ready = time.monotonic()
-            while mill.figures().tokens_per_s == 0:
-                time.sleep(0.05)
-            fault_at = time.monotonic()
-            if victim:
-                assert server.process is not None
-                pid = server.process.pid if victim == "main" else server._schedulers[0].pid
-                os.kill(pid, signal.SIGKILL)
-            else:
-                fault_at = ready + 60 / 20  # the fault's own time, as the simulator counts it
-            while (lost := mill.wait(0.5)) is None:
-                pass
-            detected = time.monotonic()
-            assert isinstance(lost, Lost), lost
-            run.servers.diagnose(lost)
-            run.servers.launch()
-            relaunched = time.monotonic()
+            yield run, mill, server, time.monotonic()
         waiter.join()
-    return detected - fault_at, relaunched - detected
 
 
-def wait(mill: Mill, partition: str) -> None:
+def generate(mill: Mill, partition: str) -> None:
     with contextlib.suppress(PromptmillError):
         mill.generate(partition)
+
+
+def wait_for_tokens(mill: Mill) -> None:
+    while mill.figures().tokens_per_s == 0:
+        time.sleep(0.05)
+
+
+def outcome(mill: Mill, timeout_s: float) -> Lost | Finished:
+    end = mill.wait(timeout_s)
+    assert end is not None, "neither the end nor a death"
+    return end
 
 
 if __name__ == "__main__":

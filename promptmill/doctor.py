@@ -18,7 +18,7 @@ from promptmill.serving import command
 from promptmill.serving.gpus import gpus
 from promptmill.serving.process import choose_port
 from promptmill.serving.supervisor import remembered
-from promptmill.settings import Profile
+from promptmill.settings import Profile, mask_command
 from promptmill.store.store import Store, journal_path
 
 Level = Literal["ok", "note", "wrong"]
@@ -98,7 +98,7 @@ def _command(profile: Profile) -> Iterator[Finding]:
         if remedy.value is not None and not remedy.flag.startswith("env:"):
             flags[remedy.flag] = remedy.value
     built = command.build_command(profile, model, life, flags, profile.server.env)
-    yield Finding("ok", "command", shlex.join(built.argv))
+    yield Finding("ok", "command", shlex.join(mask_command(built.argv)))
     extra = sorted(set(built.env) - set(os.environ))
     if extra:
         yield Finding("ok", "environment", f"adds {', '.join(extra)}")

@@ -312,8 +312,7 @@ class Profile(BaseSettings):
                 if _SECRET.search(key):
                     table[key] = "***"
         for name in ("command", "cleanup"):
-            argv: Sequence[str] = data["server"][name]
-            data["server"][name] = [_mask_argument(argv, i) for i in range(len(argv))]
+            data["server"][name] = mask_command(data["server"][name])
         data["server"]["urls"] = [_URL_PASSWORD.sub("***@", url) for url in data["server"]["urls"]]
         return data
 
@@ -321,6 +320,11 @@ class Profile(BaseSettings):
 def is_secret_name(name: str) -> bool:
     """Whether the value under this name is none for other eyes."""
     return bool(_SECRET.search(name))
+
+
+def mask_command(command: Sequence[str]) -> list[str]:
+    """A command to be shown: the values of flags and variables that name a secret are ***."""
+    return [_mask_argument(command, i) for i in range(len(command))]
 
 
 def _mask_argument(command: Sequence[str], i: int) -> str:

@@ -111,7 +111,7 @@ def launch(
     """
     port = choose_port(profile.server.port)
     name = f"promptmill-{datetime.now(UTC):%Y%m%dT%H%M%S}-{life}-{secrets.token_hex(3)}"
-    this = command.Life(name, port, secrets.token_urlsafe(24), folder)
+    this = command.Life(name, port, _new_key(), folder)
     flags = dict(profile.server.flags if flags is None else flags)
     built = command.build_command(profile, model, this, flags, profile.server.env if env is None else env)
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +148,11 @@ def read_tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     return list(deque(text.splitlines(), maxlen=lines))
+
+
+def _new_key() -> str:
+    """Neither a flag to argparse, which may find it behind --api-key, nor a number to YAML."""
+    return f"key-{secrets.token_hex(24)}"
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from promptmill.errors import LaunchFailed
 from promptmill.serving.logs import LogDigest
 from promptmill.serving.server import Server
-from promptmill.settings import ServerSettings
+from promptmill.settings import ServerSettings, mask_command
 
 _POLL_S = 0.1
 _READ_BYTES = 1 << 20
@@ -73,5 +73,5 @@ class Start:
                 f"Its log ({process.log}) ends:",
                 *(f"  {line[:300]}" for line in self._server.log_tail()),
             ]
-            lines += [f"To run it by hand: {shlex.join(process.command)}"]
+            lines += [f"To run it by hand: {shlex.join(mask_command(process.command))}"]
         return LaunchFailed("\n".join(lines), permanent, self._server.name, signature, numbers)

@@ -22,7 +22,7 @@ from promptmill.serving.remedies import Death, Phase, Verdict, decide
 from promptmill.serving.server import Lost, Server
 from promptmill.serving.signatures import Evidence, cause_of_death, classify
 from promptmill.serving.worked import Remedy, WorkedRemedies
-from promptmill.settings import Profile
+from promptmill.settings import Profile, mask_command
 
 _RESTART_S = 120.0
 _EXIT_S = 2.0
@@ -89,7 +89,7 @@ class Supervisor:
             self._known[one.name] = one
             changed = ", ".join(f"{r.flag} = {r.value}" for r in self._steps.values())
             self.lives.append(Life(one.name, f"{one.started_at:%Y-%m-%d %H:%M:%S} UTC", changed))
-            shown = " ".join(one.process.command) if one.process else one.url
+            shown = " ".join(mask_command(one.process.command)) if one.process else one.url
             events.tell(events.Launching(one.name, shown, ours=one.process is not None))
         return started
 

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil  # at the top: a signal handler that imports what is just being imported fails
+
 from promptmill.sim.logs import Log
 
 _PR_SET_PDEATHSIG = 1
@@ -63,8 +65,6 @@ def set_title(title: str) -> None:
 
 def kill_process_tree(log: Log, include_parent: bool) -> None:
     """Kill all children and, with `include_parent`, this process: it ends with status -9."""
-    import psutil
-
     pid = os.getpid()
     if not log.old:
         log.info(f"kill_process_tree called: parent_pid={pid}, include_parent={include_parent}, pid={pid}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from datasets import load_dataset
 from place import ROOT, Place, wait_for
 
 from promptmill.store.journal import JournalReader
@@ -16,12 +18,12 @@ from tests.contract.sglang_place import REAL, find_engine
 
 pytestmark = pytest.mark.timeout(1500 if REAL else 180)
 REAL_PROMPTS = ROOT.parent / "shared" / "data"
-ROWS = 6
+ROWS = 3
 
 
 def prompts(folder: Path) -> Iterator[tuple[str, str]]:
     """Partition and source: real prompts where they are at hand, else those of the demo."""
-    for path in sorted(REAL_PROMPTS.glob("*.jsonl*")) if REAL_PROMPTS.is_dir() else []:
+    for path in sorted(REAL_PROMPTS.glob("*.json*")) if REAL_PROMPTS.is_dir() else []:
         yield path.name.partition(".")[0], str(path)
     if not REAL_PROMPTS.is_dir():
         for name in ("math", "questions"):
@@ -49,7 +51,10 @@ def test_release_survives_the_death_of_its_scheduler(place: Place) -> None:
     slow = {} if REAL else {"sim-speed": 2, "sim-mean-output": 60}
     path = engine.write_profile(place.folder, **slow)
     text = path.read_text(encoding="utf-8")
+    # SmolLM2's own template: it answers in a few words then, and comes to an end.
+    text = re.sub(r"^template = .*$", 'reasoning_open = ""\nreasoning_close = ""', text, flags=re.MULTILINE)
     text = text[: text.index("[[partitions]]")].replace("gpu_wait_s = 0", "gpu_wait_s = 0\nmax_in_flight = 4")
+    text = text.replace("max_new_tokens = 64", "max_new_tokens = 96")
     names = []
     for name, source in prompts(place.folder):
         names.append(name)
@@ -82,7 +87,7 @@ def test_release_survives_the_death_of_its_scheduler(place: Place) -> None:
         assert part["pending"] == part["failed"] == 0, (name, part)
         assert sum(part.values()) == 2 * part["rows"]
     assert Path(pointer["path"]).is_dir()
-    keys = [line for line in told.splitlines() if "api-key" in line.lower()]
-    assert keys == []
-    manifest = json.loads((Path(pointer["path"]) / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest
+    assert sum(part["answered"] for part in counts.values()) > 0
+    release = load_dataset(pointer["path"], "turns", split="train", cache_dir=str(place.folder / "hf"))
+    assert len(set(release["prompt_hash"])) == len(release) > 0
+    assert all(len(row["input_ids"]) == len(row["loss_mask"]) for row in release)
