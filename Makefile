@@ -17,7 +17,7 @@ DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang lint unit bench docs constraints clean
+.PHONY: help demo test test-sglang chaos lint unit bench docs constraints clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 4
@@ -33,8 +33,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Two at a time, module by module: most of them wait for a server.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadscope
+
+# What takes minutes: kill -9 at 20 random moments, every fault that the simulator can act out.
+chaos: $(VENV)/.dev
+	CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/chaos/test_orphans.py tests/contract/test_faults.py
 
 test-sglang: $(VENV)/.dev $(SGLANG)/.made
 	SGLANG_UNDER_TEST=real $(BIN)/python -m pytest tests/contract/test_sglang.py tests/flow/test_sglang_run.py

@@ -43,7 +43,7 @@ SPEED = 20
 class Death:
     name: str
     victim: str = ""
-    """`main` or `scheduler`: killed by us. Empty: the simulator's own fault; it counts from the last token."""
+    """`main` or `scheduler`: killed by us. Empty: a fault of the simulator, counted from the last token."""
     flags: tuple[str, ...] = ()
 
 

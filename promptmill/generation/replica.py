@@ -36,10 +36,14 @@ class Replica:
         limits = Limits(settings.inactivity_timeout_s, settings.collapse_timeout_s)
         self._liveness = Liveness(limits, time.monotonic())
         self._paused_until = 0.0
+        self._answered_at = 0.0
+        """When it last gave a sign of life: a token, or an answer to a poll."""
         self._gone = asyncio.Event()
+        self._poll_soon = asyncio.Event()
 
     def has_room(self) -> bool:
-        return len(self.tasks) < self.window and not self.paused and not self._gone.is_set()
+        free = len(self.tasks) < self.window and not self.paused and not self._gone.is_set()
+        return free and not self._liveness.refusing
 
     @property
     def paused(self) -> bool:
@@ -59,17 +63,28 @@ class Replica:
         self.tasks.discard(task)
 
     def saw_tokens(self, n: int) -> None:
-        self._liveness.tokens(n, time.monotonic())
+        self._answered_at = time.monotonic()
+        self._liveness.tokens(n, self._answered_at)
 
     def pause(self) -> None:
         """It refuses for now: send nothing for a moment."""
-        self._paused_until = time.monotonic() + _BUSY_PAUSE_S
+        now = time.monotonic()
+        self._paused_until = now + _BUSY_PAUSE_S
+        self._liveness.put_off(now)
 
     async def turns_out_dead(self) -> bool:
-        """Whether a connection that just broke was the server's death; waits a moment to know."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.wait(), _DEATH_CONFIRMED_S)
-        return self._gone.is_set()
+        """Whether a connection that just broke was the server's death; waits until that is known.
+
+        It is not while the server gives no sign of life: a prompt must not pay for a server that is away.
+        """
+        broke_at = time.monotonic()
+        self._poll_soon.set()
+        while not self._gone.is_set():
+            if self._answered_at > broke_at and time.monotonic() - broke_at >= _DEATH_CONFIRMED_S:
+                return False
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), _WATCH_S)
+        return True
 
     async def watch(self) -> Loss | None:
         """Returns why it was lost, or None where `close` was called first. No request is left then."""
@@ -99,7 +114,9 @@ class Replica:
     async def _poll(self) -> None:
         """Ask for its load, for as long as it serves."""
         while True:
-            await asyncio.sleep(self._poll_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._poll_soon.wait(), self._poll_s)
+            self._poll_soon.clear()
             try:
                 load = await self.client.load()
             except ConnectionRefused:
@@ -107,7 +124,8 @@ class Replica:
             except ServerError:
                 continue  # too busy to answer, or cut off: neither life nor death
             else:
-                self._liveness.polled(load, time.monotonic())
+                self._answered_at = time.monotonic()
+                self._liveness.polled(load, self._answered_at)
 
     def _loss(self) -> Loss | None:
         process = self.server.process

@@ -7,7 +7,7 @@ is guilty. That finds each poisoned prompt in two crashes, and no innocent one p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from promptmill.types import Prompt
 
@@ -24,6 +24,9 @@ class Suspects:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._waiting.values())
 
     def died(self, silent: Iterable[Prompt]) -> Prompt | None:
         """The server died while these prompts waited for a first token; returns the guilty one, if known."""

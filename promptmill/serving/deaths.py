@@ -137,9 +137,10 @@ def step(why: str, *steps: Step) -> Verdict:
     return Verdict("step", f"{why}: {', '.join(map(str, steps))}", steps)
 
 
-def wait(history: History, why: str, times: int = 3) -> Verdict:
+def wait(history: History, why: str, advice: str, times: int = 3) -> Verdict:
     """Longer each time in a row; the last of `times` stops."""
     n = history.streak
     if n >= times:
-        return Verdict("stop", f"{why}, {n} times in a row", advice="Who has it: nvidia-smi, ss -ltnp, df.")
-    return Verdict("wait", f"{why}: waiting", wait_s=min(30.0 * 2 ** (n - 1), 300.0))
+        return Verdict("stop", f"{why}, {n} times in a row", advice=advice)
+    seconds = min(30.0 * 2 ** (n - 1), 300.0)
+    return Verdict("wait", f"{why}; waiting {seconds:.0f} s first", wait_s=seconds)

@@ -100,10 +100,13 @@ def _canary(
             raise start.refusal(f"it counts {counted} prompt tokens where we count {len(ids)}")
         return completion.output_ids
 
+    # A server that hangs from the first request on is not waited for as long as one that loads.
+    patience_s = min(start.remaining_s(), profile.server.startup_silence_timeout_s)
     try:
-        output_ids = asyncio.run(asyncio.wait_for(ask(), start.remaining_s()))
+        output_ids = asyncio.run(asyncio.wait_for(ask(), patience_s))
     except TimeoutError:
-        raise start.refusal("the first answer never came within startup_timeout_s", False) from None
+        words = f"the first answer did not come within {patience_s:.0f} s"
+        raise start.refusal(words, False, "no_start_progress") from None
     except LaunchFailed:
         raise
     except PromptmillError as error:

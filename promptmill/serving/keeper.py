@@ -3,13 +3,14 @@
     python keeper.py NAME LOG CLEANUP_JSON COMMAND…
 
 It runs COMMAND in a session of its own with its output in LOG, and listens on standard input. The first line
-is JSON: {"secrets": words that LOG must not hold, "remove": files to delete when it is over}. The line
+is JSON: {"secrets": words that LOG must not hold, "files": {path: text}, which only their owner may read and
+which are there as long as COMMAND is, "state": the file to delete when nothing is left}. The line
 `stop SECONDS` means SIGTERM to the main process and SIGKILL to the group after that many seconds; the end of
 the stream means that the owner is gone, by whatever signal, and ends the group at once. Whatever the command
 left behind is killed, then CLEANUP runs. Events go to standard output as JSON lines: {"pid": …},
-{"exit": status}. Everything below COMMAND has PROMPTMILL_LIFE=NAME in its environment, so that it can be
-found when the keeper itself was killed. Standard library only: it starts in a moment and costs nothing while
-it waits.
+{"exit": status, "cleaned": whether CLEANUP succeeded}. The owner has put PROMPTMILL_LIFE=NAME into the
+environment, so that everything is found when the keeper itself was killed. Standard library only: it starts
+in a moment and costs nothing while it waits.
 """
 
 from __future__ import annotations
@@ -30,36 +31,53 @@ from typing import BinaryIO
 LIFE_MARK = "PROMPTMILL_LIFE"
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVERS_S = 5.0
+_CLEANUP_S = 60.0
 _LOG_DRAINED_S = 2.0
 
 
 def main() -> int:
-    name, log, cleanup, command = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4:]
+    log, cleanup, command = sys.argv[2], json.loads(sys.argv[3]), sys.argv[4:]
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
     _adopt_descendants()
     events: queue.SimpleQueue[str] = queue.SimpleQueue()
     # SIGTERM to the keeper itself is answered like the loss of its owner.
     signal.signal(signal.SIGTERM, lambda *_: events.put("gone"))
-    if not (first := sys.stdin.readline()):
+    if not (first := sys.stdin.readline()).endswith("\n"):
         return 1  # the owner is gone already
     orders = json.loads(first)
+    try:
+        for path, text in orders["files"].items():
+            _write_private(Path(path), text)
+        child = _live(command, log, orders["secrets"], events)
+    except OSError as error:
+        _say({"failed": f"{error.filename or command[0]}: {error.strerror}"})
+        return 1
+    finally:
+        for path in orders["files"]:
+            Path(path).unlink(missing_ok=True)
+    cleaned = run_cleanup(cleanup)
+    if cleaned:
+        Path(orders["state"]).unlink(missing_ok=True)
+    _say({"exit": child.returncode, "cleaned": cleaned})
+    return 0
+
+
+def _live(
+    command: list[str], log: str, secrets: list[str], events: queue.SimpleQueue[str]
+) -> subprocess.Popen[bytes]:
+    """One life, until nothing of it is left. Raises OSError for a command that cannot be executed."""
     with Path(log).open("ab", buffering=0) as output:
-        pump = _Pump(output, orders["secrets"])
-        try:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=pump.target,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, LIFE_MARK: name},
-                start_new_session=True,
-                restore_signals=True,
-                preexec_fn=_default_signals,
-            )
-        except OSError as error:
-            _say({"failed": f"{command[0]}: {error.strerror}"})
-            return 1
+        pump = _Pump(output, secrets)
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pump.target,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            restore_signals=True,
+            preexec_fn=_default_signals,
+        )
         pump.start()
         _say({"pid": child.pid})
         threading.Thread(target=_listen, args=(events,), daemon=True).start()
@@ -67,13 +85,27 @@ def main() -> int:
         _serve(child, events)
         _end_group(child.pid)
         pump.join()
-    if cleanup:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(cleanup, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-    for path in orders["remove"]:
-        Path(path).unlink(missing_ok=True)
-    _say({"exit": child.returncode})
-    return 0
+    return child
+
+
+def _write_private(path: Path, text: str) -> None:
+    """A file that nobody else may read."""
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+    ) as file:
+        file.write(text)
+
+
+def run_cleanup(command: list[str]) -> bool:
+    """Whether it succeeded; true where there is none."""
+    if not command:
+        return True
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEANUP_S, check=False
+        )
+        return done.returncode == 0
+    return False
 
 
 class _Pump:

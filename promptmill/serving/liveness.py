@@ -3,11 +3,12 @@
 A 503 while tokens move is not death, a 200 without progress is not life. Silence counts from the last sign
 that the server worked: a token of any of our streams, or a load that changed since the sample before. It is
 death only while requests are in flight, and only after `inactivity_timeout_s`: compiling for a new shape may
-take 70 s.
+take 70 s. One that puts off all that it is asked is given six times as long.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from promptmill.serving.client import Load
 
 _REFUSED_S = 5.0
 _REFUSALS = 3
+_PUT_OFF_S = 5.0
+_PUT_OFF_PATIENCE = 6
+"""A server that says that it is too busy lives, but not for ever: in inactivity times."""
 _WINDOW_S = 60.0
 _COLLAPSE_SHARE = 0.25
 
@@ -40,23 +44,34 @@ class Liveness:
         self._limits = limits
         self._in_flight = 0
         self._moved_at = now
+        self._put_off_at = -math.inf
         self._load: Load | None = None
+        self._load_at = now
         self._refused_since: float | None = None
         self._refusals = 0
         self._pace = _Pace(now, limits.collapse_timeout_s)
 
     def sent(self, now: float) -> None:
         """One more request is in flight."""
-        if not self._in_flight:
+        if not self._in_flight and not self._puts_off(now):
             self._moved_at = now  # silence counts from here, not from the last answer
         self._in_flight += 1
 
     def ended(self) -> None:
         self._in_flight -= 1
 
+    def put_off(self, now: float) -> None:
+        """It is too busy for a request, which will be sent again: that is silence too."""
+        self._put_off_at = now
+
+    @property
+    def refusing(self) -> bool:
+        """Nothing listened at its address when it was last asked."""
+        return self._refused_since is not None
+
     def tokens(self, n: int, now: float) -> None:
         """`n` tokens came in one of our streams."""
-        self._moved_at = now
+        self._moved_at, self._put_off_at = now, -math.inf
         self._pace.add(n)
 
     def polled(self, load: Load | None, now: float) -> None:
@@ -65,6 +80,8 @@ class Liveness:
         if load is not None:
             if self._load is not None and _moved(self._load, load):
                 self._moved_at = now
+            if self._load is None or load.as_of is None or load.as_of != self._load.as_of:
+                self._load_at = now
             self._load = load
 
     def refused(self, now: float) -> None:
@@ -81,15 +98,25 @@ class Liveness:
             if now - since >= _REFUSED_S:
                 return Loss("refused", f"its address has refused connections for {now - since:.0f} s")
         silent = now - self._moved_at
-        if self._in_flight and silent >= self._limits.inactivity_timeout_s:
-            return self._hung(silent)
+        if self._puts_off(now):
+            if silent >= _PUT_OFF_PATIENCE * self._limits.inactivity_timeout_s:
+                return Loss("hang", f"it has put off every request for {silent:.0f} s")
+        elif self._in_flight and silent >= self._limits.inactivity_timeout_s:
+            return self._hung(silent, now)
         if collapsed := self._pace.collapsed(now, self._in_flight):
             return Loss("collapse", collapsed)
         return None
 
-    def _hung(self, silent: float) -> Loss:
-        waiting = f"no token for {silent:.0f} s with {self._in_flight} requests in flight"
-        if self._load is not None and self._load.running == 0 and not self._load.queued:
+    def _puts_off(self, now: float) -> bool:
+        return now - self._put_off_at < _PUT_OFF_S
+
+    def _hung(self, silent: float, now: float) -> Loss:
+        requests = "1 request" if self._in_flight == 1 else f"{self._in_flight} requests"
+        waiting = f"no token for {silent:.0f} s with {requests} in flight"
+        load = self._load
+        # A scheduler that stands still has not counted since: its last sample is as old as the silence.
+        told = load is not None and (load.as_of is None or now - self._load_at < silent / 2)
+        if told and load is not None and load.running == 0 and not load.queued:
             return Loss("lost_requests", f"{waiting}, and it says that it has none")
         return Loss("hang", waiting)
 

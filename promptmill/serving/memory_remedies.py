@@ -20,6 +20,7 @@ _USUAL_CHUNK, _LEAST_CHUNK = 8192, 1024
 _USUAL_GRAPH_BS, _LEAST_GRAPH_BS = 256, 8
 _FEWER = 0.75
 _LOADING = ("arguments", "loading")
+_OTHERS = "See nvidia-smi for other processes; or raise tp-size, or take a smaller or quantized model."
 _ROOM = (
     "Make room by hand: more GPUs (tp-size), a shorter context-length or max_new_tokens, a smaller model. "
     "An fp8 KV cache holds twice as many tokens and changes the answers: only you can choose it."
@@ -39,12 +40,8 @@ def _oom_while_loading(h: History) -> Verdict:
     told = h.evidence.numbers
     others = told.get("total_gib", 0) - told.get("free_gib", 0) - told.get("process_gib", math.inf)
     if others > 1 or (len(h.deaths) > h.streak and h.streak == 1):
-        return wait(h, "GPU memory is in use by somebody else, or not free yet")
-    return Verdict(
-        "stop",
-        "the weights do not fit into the GPUs' memory",
-        advice="See nvidia-smi for other processes; or raise tp-size, or take a smaller or quantized model.",
-    )
+        return wait(h, "GPU memory is in use by somebody else, or not free yet", _OTHERS)
+    return Verdict("stop", "the weights do not fit into the GPUs' memory", advice=_OTHERS)
 
 
 def graph_capture(h: History) -> Verdict:

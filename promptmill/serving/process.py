@@ -2,7 +2,7 @@
 
 Between us and it stands a keeper (keeper.py), which ends the whole group when we are gone, even by SIGKILL.
 Should the keeper be killed as well, the state file lets the next run find what is left: by pid and creation
-time, never by name.
+time and by the mark in its environment, never by the name of a program.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from pathlib import Path
 import psutil
 
 from promptmill.errors import ConfigError, LaunchFailed
-from promptmill.files import written_whole
-from promptmill.serving.keeper import LIFE_MARK
+from promptmill.serving.keeper import LIFE_MARK, run_cleanup
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _KEEPER_START_S = 30.0
 _KEEPER_END_S = 75.0  # the keeper gives leftovers 5 s and the cleanup command 60
 _KEEPER_HUNG_UP_S = 5.0
 _PORT_FREE_S = 10.0
+_KILLED_S = 5.0
+_NOBODY = (0, 0.0)
+# setproctitle, by which SGLang names its processes, overwrites their environment otherwise.
+_MARK_STAYS = {"SPT_NOENV": "1"}
 
 
 class ServerProcess:
@@ -44,7 +47,8 @@ class ServerProcess:
         """As subprocess gives it, negative for a signal; None while the process lives."""
         self._state = state_folder / f"{name}.json"
         self._cleanup: list[str] = []
-        self._remove: list[str] = []
+        self._files: dict[str, str] = {}
+        self._cleaned = False
         self._started = threading.Event()
         self._ended = threading.Event()
         self._problem = ""
@@ -54,33 +58,37 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         cleanup: Sequence[str] = (),
         secrets: Sequence[str] = (),
-        remove: Sequence[Path] = (),
+        files: Mapping[Path, str] | None = None,
     ) -> None:
-        """`secrets` are kept out of the log; the files in `remove` are deleted when it is over.
+        """`secrets` are kept out of the log; `files` are there for the owner's eyes only, and while it lives.
 
         Raises LaunchFailed where the command cannot be executed.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._cleanup = [part.replace("{name}", self.name) for part in cleanup]
-        self._remove = [str(path) for path in remove]
+        self._files = {str(path): text for path, text in (files or {}).items()}
+        self._remember(None)
         argv = [str(_KEEPER), self.name, str(self.log), json.dumps(self._cleanup), *self.command]
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=dict(env) if env is not None else None,
+            env={**(os.environ if env is None else env), LIFE_MARK: self.name, **_MARK_STAYS},
             text=True,
             start_new_session=True,
         )
-        self._tell(json.dumps({"secrets": list(secrets), "remove": self._remove}))
         self._reader = threading.Thread(target=self._read_events, name=f"keeper-{self.name}", daemon=True)
         self._reader.start()
-        started = self._started.wait(_KEEPER_START_S)
-        if not started or not self.pid:
+        try:
+            orders = {"secrets": list(secrets), "files": self._files, "state": str(self._state)}
+            self._tell(json.dumps(orders))
+            if not self._started.wait(_KEEPER_START_S) or not self.pid:
+                raise LaunchFailed(f"the server could not be started: {self._problem or 'no answer'}.")
+            self._remember(self.pid)
+        except BaseException:  # interrupted, too: nobody else knows of it yet
             self._hang_up()
             self._join()
-            raise LaunchFailed(f"the server could not be started: {self._problem or 'no answer'}.")
-        self._remember()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -110,10 +118,11 @@ class ServerProcess:
             self.pid = event.get("pid", self.pid)
             self._problem = event.get("failed", self._problem)
             status = event.get("exit", status)
+            self._cleaned = event.get("cleaned", "failed" in event)
             self._started.set()
         self._keeper.wait()
-        if status is None and self.pid:  # the keeper itself was killed: nobody else will end the server
-            _end_life(self.name, self.pid, self._cleanup, self._remove)
+        if status is None and not self._problem:  # it was killed itself: nobody else will end the server
+            _, self._cleaned = _end_life(self.name, self.pid, self._cleanup, list(self._files))
         self.exit_status = status if status is not None else -signal.SIGKILL
         self._started.set()
         self._ended.set()
@@ -139,18 +148,21 @@ class ServerProcess:
                 with suppress(OSError):
                     stream.close()
         self._keeper.wait()
-        self._state.unlink(missing_ok=True)
+        if self._cleaned:  # else the next run tries once more
+            self._state.unlink(missing_ok=True)
 
-    def _remember(self) -> None:
+    def _remember(self, pid: int | None) -> None:
+        """What a later run has to know, should nobody be left to end this life."""
         with suppress(psutil.NoSuchProcess):  # it died already; its end is read from the keeper
             state = {
-                "server": _identify(self.pid),
+                "server": _identify(pid) if pid else _NOBODY,
                 "owner": _identify(os.getpid()),
                 "cleanup": self._cleanup,
-                "remove": self._remove,
+                "remove": list(self._files),
             }
-            with written_whole(self._state) as file:
-                file.write(json.dumps(state).encode())
+            # Not by way of a scratch file, which a kill would leave. A torn state is one whose keeper lives.
+            self._state.parent.mkdir(parents=True, exist_ok=True)
+            self._state.write_text(json.dumps(state), encoding="utf-8")
 
 
 def end_leftovers(state_folder: Path) -> list[str]:
@@ -165,7 +177,8 @@ def end_leftovers(state_folder: Path) -> list[str]:
             if _is_alive(saved["owner"]):
                 continue
             main = saved["server"][0] if _is_alive(saved["server"]) else 0
-            if _end_life(state.stem, main, saved.get("cleanup", []), saved.get("remove", [])):
+            found, _ = _end_life(state.stem, main, saved.get("cleanup", []), saved.get("remove", []))
+            if found:
                 ended.append(state.stem)
         except (ValueError, KeyError, TypeError):
             pass  # torn or foreign: nothing can be learned from it
@@ -173,24 +186,34 @@ def end_leftovers(state_folder: Path) -> list[str]:
     return ended
 
 
-def _end_life(name: str, pgid: int, cleanup: list[str], remove: list[str]) -> bool:
+def _end_life(name: str, pgid: int, cleanup: list[str], remove: list[str]) -> tuple[bool, bool]:
     """What the keeper would have done: the group (0: its leader is gone), what left it, and the cleanup.
 
-    What left the group by setsid has the life's mark in its environment. Returns whether anything lived.
+    What left the group by setsid has the life's mark in its environment. Returns whether anything lived, and
+    whether the cleanup succeeded.
     """
     found = bool(pgid)
     if pgid:
         end_group(pgid)
+    deadline = time.monotonic() + _KILLED_S
+    while (alive := _marked(name)) and time.monotonic() < deadline:
+        found = True
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=1)  # and look again: one of them may have started another
+    for path in remove:
+        Path(path).unlink(missing_ok=True)
+    return found, run_cleanup(cleanup)
+
+
+def _marked(name: str) -> list[psutil.Process]:
+    """Everything that lives and has this life's mark."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(LIFE_MARK) == name and process.status() != psutil.STATUS_ZOMBIE:
-                process.kill()
-                found = True
-    if cleanup:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(cleanup, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-    for path in remove:
-        Path(path).unlink(missing_ok=True)
+                found.append(process)
     return found
 
 

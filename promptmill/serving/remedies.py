@@ -4,7 +4,7 @@
 
 One change at a time, and none that changes the answers. A log's signatures are in signatures.py; those that
 the gate and the watch give are `low_headroom`, `kv_too_small`, `hang`, `zombie`, `collapse`, `lost_requests`,
-`no_start_progress`, `refused`, `ids_differ` and `wrong_server`.
+`no_start_progress`, `refused`, `unreachable`, `restart_failed`, `ids_differ` and `wrong_server`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _SHM = (
     "Raise it (docker: --shm-size or --ipc=host), or remove what dead servers left there "
     "(sgl_shm_*, sglang_loads_*, nccl-*)."
 )
+
+_LOOK = "What each life died of stands in the table of lives, the whole logs in servers/ beside the journal."
+_AWAY = "Whoever runs it has to start it; or name a command that does as server.restart_command."
 
 _STOPS = {
     "config": ("the server refuses its arguments", "Correct server.flags; this version's --help lists them."),
@@ -69,7 +72,8 @@ def decide(deaths: Sequence[Death], max_relaunches: int, version: tuple[int, ...
     elif verdict.action == "stop":
         return verdict
     elif _identical(deaths[-_SAME_DEATHS:]):
-        return Verdict("stop", f"{_SAME_DEATHS} lives in a row ended the same way without one answer")
+        why = f"{_SAME_DEATHS} lives in a row ended the same way without one answer"
+        return Verdict("stop", why, advice=_LOOK)
     if len(deaths) > max_relaunches:
         return Verdict("stop", f"server.max_relaunches = {max_relaunches} is used up")
     return verdict
@@ -99,8 +103,8 @@ def _as_it_was(_: History) -> Verdict:
     return Verdict("relaunch", "as it was")
 
 
-def _waits(why: str) -> Callable[[History], Verdict]:
-    return lambda history: wait(history, why)
+def _waits(why: str, advice: str) -> Callable[[History], Verdict]:
+    return lambda history: wait(history, why, advice)
 
 
 def _kv_slots(h: History) -> Verdict:
@@ -149,7 +153,8 @@ def _smaller_hicache(h: History, why: str) -> Verdict | None:
 
 def _host_memory(h: History) -> Verdict:
     why = "the host's memory does not suffice"
-    return _smaller_hicache(h, why) or wait(h, why, times=2)
+    advice = "See free and dmesg; hicache-size is per rank. Load with fewer threads, or take a larger host."
+    return _smaller_hicache(h, why) or wait(h, why, advice, times=2)
 
 
 def _killed_in_init(h: History) -> Verdict:
@@ -222,9 +227,11 @@ _RULES: Mapping[str, Callable[[History], Verdict]] = {
     "memory_leak": _memory_leak,
     "collapse": _collapse,
     "no_start_progress": _no_start_progress,
-    "unbalanced": _waits("somebody else holds memory of these GPUs"),
-    "port_wait": _waits("one of its ports is not free yet"),
-    "address_in_use": _waits("its port was taken"),
-    "refused": _waits("it refuses connections"),
+    "unbalanced": _waits("somebody else holds memory of these GPUs", "nvidia-smi says who; end it."),
+    "port_wait": _waits("one of its ports is not free yet", "ss -ltnp says who has it; end it."),
+    "address_in_use": _waits("its port was taken", "Set server.port = 0; ss -ltnp says who has it."),
+    "refused": _waits("it refuses connections", _AWAY),
+    "unreachable": _waits("nothing usable answers at its address", _AWAY),
+    "restart_failed": _waits("server.restart_command failed", "Run it by hand; its words are above."),
 }
 """What is not here is relaunched as it was: hang, zombie, lost_requests, exception, crashed, sigterm …"""

@@ -109,26 +109,19 @@ def launch(
     `flags` and `env` stand for the profile's where a remedy changed them. Raises ConfigError for a port that
     is taken, LaunchFailed for a command that is wrong.
     """
+    folder = folder.resolve()  # the key file's path is read elsewhere, too: inside a container
     port = choose_port(profile.server.port)
     name = f"promptmill-{datetime.now(UTC):%Y%m%dT%H%M%S}-{life}-{secrets.token_hex(3)}"
     this = command.Life(name, port, _new_key(), folder)
     flags = dict(profile.server.flags if flags is None else flags)
     built = command.build_command(profile, model, this, flags, profile.server.env if env is None else env)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in built.files.items():
-        _write_private(path, text)
     process = ServerProcess(name, built.argv, folder / f"{name}.log", folder)
-    try:
-        process.start(
-            built.env,
-            profile.server.cleanup,
-            command.secrets(profile, this) if built.files else (),
-            list(built.files),
-        )
-    except BaseException:
-        for path in built.files:
-            path.unlink(missing_ok=True)
-        raise
+    process.start(
+        built.env,
+        profile.server.cleanup,
+        command.secrets(profile, this) if built.files else (),
+        built.files,
+    )
     aborts = profile.server.engine == "sglang"
     return Server(name, f"http://127.0.0.1:{port}", this.key, process, port, flags, aborts=aborts)
 
@@ -153,13 +146,6 @@ def read_tail(path: Path, lines: int) -> list[str]:
 def _new_key() -> str:
     """Neither a flag to argparse, which may find it behind --api-key, nor a number to YAML."""
     return f"key-{secrets.token_hex(24)}"
-
-
-def _write_private(path: Path, text: str) -> None:
-    with os.fdopen(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
-    ) as file:
-        file.write(text)
 
 
 def _is_scheduler(process: psutil.Process) -> bool:

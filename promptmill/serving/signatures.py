@@ -23,6 +23,8 @@ _STARTING = LOG_PHASES[:-1]
 _OUTLIVED_AFTER = 50
 _SIZE = {"KiB": 2**-20, "MiB": 2**-10, "MB": 2**-10, "TiB": 2**10}
 _LINE_CHARS = 500
+_SHOWN_CHARS = 200
+_STAMP = re.compile(r"(?:\[rank\d+\]:)?\[[EWIF]\d{4} [^\]]*\] ")
 
 ROOT, FOLLOWS, GENERIC, LAST_WORDS, SUICIDE = range(5)
 
@@ -266,6 +268,12 @@ _SENTENCES: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def _shortened(line: str) -> str:
+    """Without a logger's own stamp, and without the advice that SGLang and torch add: " If …"."""
+    words = _STAMP.sub("", line).partition(". If ")[0].rstrip(".")
+    return words if len(words) <= _SHOWN_CHARS else f"{words[:_SHOWN_CHARS].rpartition(' ')[0]} …"
+
+
 def cause_of_death(evidence: Evidence, exit_status: int | None) -> str:
     """One sentence for a person at 3 a.m., without a full stop."""
     sentence = _SENTENCES.get(evidence.signature, evidence.signature.replace("_", " "))
@@ -274,5 +282,5 @@ def cause_of_death(evidence: Evidence, exit_status: int | None) -> str:
     if "tried_gib" in numbers and "free_gib" in numbers:
         sentence += f" ({numbers['tried_gib']:.2f} GiB wanted, {numbers['free_gib']:.2f} GiB free)"
     elif evidence.line:
-        sentence += f": {evidence.line[:200]}"
+        sentence += f": {_shortened(evidence.line)}"
     return sentence if exit_status is None else f"{sentence} (exit status {exit_status})"

@@ -42,7 +42,8 @@ class Start:
                 status = self._server.process.exit_status if self._server.process else None
                 raise self.refusal(f"the process ended with status {status} before it was ready", False)
             if self.elapsed_s > self._settings.startup_timeout_s:
-                raise self.refusal(f"{problem} within startup_timeout_s", False, "no_start_progress")
+                signature = "no_start_progress" if self._server.process else "unreachable"
+                raise self.refusal(f"{problem} within startup_timeout_s", False, signature)
             silent = time.monotonic() - self._grew_at
             if self._server.process is not None and silent > self._settings.startup_silence_timeout_s:
                 raise self.refusal(f"its log has not grown for {silent:.0f} s", False, "no_start_progress")
@@ -67,11 +68,16 @@ class Start:
         signature: str = "",
         numbers: dict[str, float] | None = None,
     ) -> LaunchFailed:
-        lines = [f"server {self._server.name} is not usable: {cause}."]
-        if process := self._server.process:
-            lines += [
-                f"Its log ({process.log}) ends:",
-                *(f"  {line[:300]}" for line in self._server.log_tail()),
-            ]
-            lines += [f"To run it by hand: {shlex.join(mask_command(process.command))}"]
+        lines = [f"server {self._server.name} is not usable: {cause}.", *last_words(self._server)]
         return LaunchFailed("\n".join(lines), permanent, self._server.name, signature, numbers)
+
+
+def last_words(server: Server) -> list[str]:
+    """The end of its log and the command to run by hand, line by line; nothing where it is not ours."""
+    if server.process is None:
+        return []
+    return [
+        f"Its log ({server.process.log}) ends:",
+        *(f"  {line[:300]}" for line in server.log_tail()),
+        f"To run it by hand: {shlex.join(mask_command(server.process.command))}",
+    ]

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from promptmill.serving.logs import LogFacts, read_log
 from promptmill.serving.remedies import Death, Phase, Verdict, decide
 from promptmill.serving.server import Lost, Server
 from promptmill.serving.signatures import Evidence, cause_of_death, classify
+from promptmill.serving.start import last_words
 from promptmill.serving.worked import Remedy, WorkedRemedies
 from promptmill.settings import Profile, mask_command
 
@@ -78,26 +80,34 @@ class Supervisor:
     def launch(self) -> list[Server]:
         """Start the next life, or take those servers of somebody else that are not attached.
 
-        Raises LaunchFailed, and ConfigError for a port that is taken.
+        Raises LaunchFailed where none could be, and ConfigError for a port that is taken.
         """
-        if urls := self._profile.server.urls:
-            started = [self._take(url) for url in urls if not any(s.name == url for s in self._servers)]
-        else:
-            started = [self._launch()]
-        for one in started:
+        started, failed = [], None
+        for url in self._profile.server.urls or [""]:
+            if url and any(one.name == url for one in self._servers):
+                continue
+            try:
+                one = self._take(url) if url else self._launch()
+            except LaunchFailed as error:
+                failed = error
+                self._begin(error.server or "(not started)", datetime.now(UTC)).cause_of_death = _cause(error)
+                continue
             self._servers.append(one)
             self._known[one.name] = one
-            changed = ", ".join(f"{r.flag} = {r.value}" for r in self._steps.values())
-            self.lives.append(Life(one.name, f"{one.started_at:%Y-%m-%d %H:%M:%S} UTC", changed))
+            self._begin(one.name, one.started_at)
             shown = " ".join(mask_command(one.process.command)) if one.process else one.url
             events.tell(events.Launching(one.name, shown, ours=one.process is not None))
+            started.append(one)
+        if failed is not None and not started:
+            raise failed
         return started
 
     def pass_gate(self, one: Server, longest_request_tokens: int) -> Facts:
         """Wait until the server is healthy. Raises LaunchFailed; the server is ended then."""
         try:
             facts = gate.pass_gate(self._profile, one, self._model, self._renderer, longest_request_tokens)
-        except LaunchFailed:
+        except LaunchFailed as error:
+            self._life(one.name).cause_of_death = _cause(error)
             if one.process is not None:
                 one.process.wait(_EXIT_S if not one.alive else 0)
                 one.exit_status = one.process.exit_status
@@ -119,7 +129,7 @@ class Supervisor:
         if self.lives:
             life = self._life(death.server)
             life.answers, life.cause_of_death = death.answers, death.cause
-            life.remedy = f"relaunched: {verdict.why}" if verdict.relaunch else f"gave up: {verdict.why}"
+            life.remedy = f"{'relaunched' if verdict.relaunch else 'gave up'}: {verdict.why}"
         if verdict.relaunch:
             limit = self._profile.server.max_relaunches
             events.tell(events.Relaunching(len(self.deaths), limit, verdict.why))
@@ -129,7 +139,10 @@ class Supervisor:
 
     def gave_up(self, verdict: Verdict, last: Lost | LaunchFailed) -> ServerError:
         """The error that ends a run whose server cannot be kept alive."""
-        words = str(last) if isinstance(last, LaunchFailed) else self.deaths[-1].cause
+        if isinstance(last, LaunchFailed):
+            words = str(last)
+        else:
+            words = "\n".join([f"{self.deaths[-1].cause}.", *last_words(last.server)])
         advice = f"\n{verdict.advice}" if verdict.advice else ""
         return LaunchFailed(
             f"gave up on the server: {verdict.why}.{advice}\nThe last life: {words}\n"
@@ -169,13 +182,10 @@ class Supervisor:
                     restart, capture_output=True, text=True, timeout=_RESTART_S, check=False
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise LaunchFailed(f"server.restart_command failed for {url}: {error}", server=url) from None
+                raise _restart_failed(url, str(error)) from None
             if done.returncode:
                 words = (done.stderr or done.stdout).strip()[-500:]
-                raise LaunchFailed(
-                    f"server.restart_command ended with status {done.returncode} for {url}: {words}",
-                    server=url,
-                )
+                raise _restart_failed(url, f"status {done.returncode}: {words}")
         return server.foreign(self._profile, url)
 
     # --- ending
@@ -185,8 +195,11 @@ class Supervisor:
         if one.process is not None and not lost.loss.signature:
             one.process.wait(_EXIT_S)
         status = one.process.exit_status if one.process else None
+        evidence, facts = self._evidence(one, status, "serving")  # before our own SIGTERM stands in its log
         self._end(one, 0.0)  # whatever is left of it answers to nobody any more
-        evidence, facts = self._evidence(one, status, "serving")
+        for earlier in list(self._servers):  # it was the last: those that were lost before are gone as well
+            self._life(earlier.name).cause_of_death = "lost while another server went on"
+            self._end(earlier, 0.0)
         cause = lost.loss.text
         watched = lost.loss.signature
         # A scheduler that is gone has mostly said why, a moment before its server would have ended itself.
@@ -214,7 +227,9 @@ class Supervisor:
         one = self._known.get(name)
         status = one.exit_status if one else None
         evidence, facts = self._evidence(one, status, "start") if one else (None, None)
-        cause = str(failed).partition("\n")[0]
+        cause = _cause(failed)
+        if evidence is not None and evidence.signature == "sigterm" and status is None:
+            evidence = None  # it is we who ended it, when the gate had refused it
         if failed.signature:
             evidence = Evidence(failed.signature, cause, dict(failed.numbers), "serving")
         elif evidence is not None and evidence.signature:
@@ -246,6 +261,11 @@ class Supervisor:
         if one in self._servers:
             self._servers.remove(one)
 
+    def _begin(self, name: str, at: datetime) -> Life:
+        changed = ", ".join(f"{r.flag} = {r.value}" for r in self._steps.values())
+        self.lives.append(Life(name, f"{at:%Y-%m-%d %H:%M:%S} UTC", changed))
+        return self.lives[-1]
+
     def _life(self, name: str) -> Life:
         """The latest of that name: somebody else's server has its address as the name of each life."""
         return next((life for life in reversed(self.lives) if life.server == name), self.lives[-1])
@@ -276,6 +296,17 @@ class Supervisor:
         if self._steps and not self._profile.server.urls:
             key = _remembered_for(self._profile, self._model)
             WorkedRemedies(self._folder.parent / _REMEDIES).keep(key, list(self._steps.values()))
+
+
+def _cause(failed: LaunchFailed) -> str:
+    """Its first line, without the name that stands beside it."""
+    words = str(failed).partition("\n")[0]
+    return words.removeprefix(f"server {failed.server} is not usable: ").removesuffix(".")
+
+
+def _restart_failed(url: str, why: str) -> LaunchFailed:
+    words = f"server {url} is not usable: server.restart_command failed: {why}"
+    return LaunchFailed(words, server=url, signature="restart_failed")
 
 
 def remembered(profile: Profile, model: Model, folder: Path) -> list[Remedy]:

@@ -144,7 +144,8 @@ def _host_cache(log: Log, args: dict[str, Any], memory: Memory, plan: Plan, star
         return
     size = float(args["hicache_size"] or plan.kv_gib * (args["hicache_ratio"] or 2.0))
     if "host-memory" in start or size * args["tp_size"] > memory.host:
-        raise Crash("host-memory", asked=size, host=max(0.0, memory.host - size * (args["tp_size"] - 1)))
+        free = min(size / 2, max(0.0, memory.host - size * (args["tp_size"] - 1)))
+        raise Crash("host-memory", asked=size, host=free)
     if log.old:
         log.info(f"Allocating {size:.2f} GB host memory for hierarchical KV cache.")
     else:

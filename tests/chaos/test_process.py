@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +18,9 @@ import psutil
 import pytest
 
 from promptmill.errors import LaunchFailed
+from promptmill.serving.keeper import LIFE_MARK
 from promptmill.serving.process import ServerProcess, end_leftovers
+from tests.chaos.containers import CLIENT, client, container
 from tests.helpers_store import python, start_python, until
 
 WAIT_S = 10
@@ -37,9 +43,24 @@ with open(sys.argv[1] + ".new", "w") as file:
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)
 """
+# A child that leaves the group, under a title that takes the room of the environment: what setproctitle does.
+RENAMED = """
+import ctypes, os, pathlib, sys, time
+child = os.fork()
+if child == 0:
+    os.setsid()
+    if "SPT_NOENV" not in os.environ:
+        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ctypes.memset(int(fields[47]), 0, int(fields[48]) - int(fields[47]))
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""
 OWNER = """
 import json, sys
 from pathlib import Path
+from promptmill.serving.keeper import LIFE_MARK
 from promptmill.serving.process import ServerProcess
 folder = Path(sys.argv[1])
 server = ServerProcess("life-1", json.loads(sys.argv[2]), folder / "life-1.log", folder)
@@ -106,6 +127,16 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def marked(name: str) -> list[int]:
+    """Pids of everything alive that belongs to that life, the keeper too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(LIFE_MARK) == name and lives(process):
+                found.append(process.pid)
+    return found
 
 
 def assert_gone(processes: list[psutil.Process], timeout_s: float = WAIT_S) -> None:
@@ -247,6 +278,25 @@ def test_cleanup_that_fails_hinders_nothing(start: Start, cleanup: tuple[str, ..
     assert not lives(process)
 
 
+def test_cleanup_that_failed_when_the_owner_was_killed_is_tried_again_by_the_next_run(
+    owner: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    tried, done = tmp_path / "tried", tmp_path / "done"
+    once_more = f"test -e {tried} && touch {done} || {{ touch {tried}; false; }}"
+    run = owner(python(FAMILY, str(tmp_path / "pids")), ("sh", "-c", once_more))
+    processes = family(tmp_path / "pids")
+    keeper = processes[0].parent()
+    assert keeper is not None
+    run.kill()
+    run.wait(WAIT_S)
+    assert_gone([*processes, keeper])
+    assert (tried.exists(), done.exists()) == (True, False)
+    assert state_files(tmp_path) == ["life-1.json"]
+    assert end_leftovers(tmp_path) == []
+    assert done.exists()
+    assert state_files(tmp_path) == []
+
+
 def test_owner_killed_by_sigkill_takes_server_and_all_its_descendants_along(
     owner: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -298,6 +348,50 @@ def test_keeper_killed_by_sigkill_ends_the_server(start: Start, tmp_path: Path) 
     assert server.exit_status == -signal.SIGKILL
     server.stop(5)
     assert state_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.1])
+def test_keeper_killed_while_it_starts_leaves_nothing(delay_s: float, tmp_path: Path) -> None:
+    server = ServerProcess(f"life-{uuid.uuid4().hex}", python(SLEEP), tmp_path / "log", tmp_path / "state")
+
+    def begin() -> None:
+        with suppress(LaunchFailed):
+            server.start()
+
+    starting = threading.Thread(target=begin)
+    starting.start()
+    until(lambda: marked(server.name), WAIT_S, "the keeper")
+    time.sleep(delay_s)
+    os.kill(server._keeper.pid, signal.SIGKILL)
+    starting.join(WAIT_S)
+    server.stop(0)
+    assert marked(server.name) == []
+
+
+def test_start_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerProcess(f"life-{uuid.uuid4().hex}", python(STUBBORN), tmp_path / "log", tmp_path / "state")
+
+    def interrupted(timeout: float | None = None) -> bool:
+        until(lambda: is_up(server), WAIT_S, "the server is up")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server._started, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.start(files={tmp_path / "key.yaml": "api-key: x"})
+    assert marked(server.name) == []
+    assert not (tmp_path / "key.yaml").exists()
+    assert state_files(tmp_path) == []
+
+
+def test_keeper_killed_by_sigkill_ends_what_renamed_itself_as_sglang_does(
+    start: Start, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    server = start(RENAMED, str(pids))
+    processes = family(pids)
+    os.kill(server._keeper.pid, signal.SIGKILL)
+    assert server.wait(WAIT_S)
+    assert_gone(processes)
 
 
 def test_keeper_ended_by_sigterm_ends_the_server_and_what_left_it(start: Start, tmp_path: Path) -> None:
@@ -424,17 +518,33 @@ def test_secret_never_reaches_the_log_however_it_is_written(tmp_path: Path) -> N
     assert text == b"a" * 70000 + b"***\rprogress *** end\nk3y-01"
 
 
-def test_files_of_a_life_are_removed_with_it_even_when_the_keeper_is_killed(tmp_path: Path) -> None:
-    for how in ("stop", "kill"):
-        key = tmp_path / f"{how}.yaml"
-        key.write_text("api-key: x")
-        server = ServerProcess(f"life-{how}", python(SLEEP), tmp_path / "log", tmp_path / "state")
-        server.start(remove=[key])
-        if how == "kill":
-            os.kill(server._keeper.pid, signal.SIGKILL)
-            assert server.wait(WAIT_S)
+@pytest.mark.parametrize("how", ["stop", "server killed", "keeper killed"])
+def test_files_of_a_life_are_there_for_the_owner_alone_and_as_long_as_it(how: str, tmp_path: Path) -> None:
+    key = tmp_path / "key.yaml"
+    code = "import pathlib, sys; print(pathlib.Path(sys.argv[1]).read_text(), 'up', flush=True); " + SLEEP
+    server = ServerProcess("life-0", python(code, str(key)), tmp_path / "log", tmp_path / "state")
+    server.start(files={key: "api-key: x"})
+    up(server)
+    assert server.log.read_text().startswith("api-key: x")
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    if how == "keeper killed":
+        os.kill(server._keeper.pid, signal.SIGKILL)
+    elif how == "server killed":
+        server.kill()
+    else:
         server.stop(0)
-        assert not key.exists()
+    assert server.wait(WAIT_S)
+    assert not key.exists()
+    server.stop(0)
+    assert state_files(tmp_path) == []
+
+
+def test_command_that_does_not_exist_leaves_no_file(tmp_path: Path) -> None:
+    server = ServerProcess("life-0", ["/no/such/command"], tmp_path / "log", tmp_path / "state")
+    with pytest.raises(LaunchFailed):
+        server.start(files={tmp_path / "key.yaml": "api-key: x"})
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "log", tmp_path / "state"]
+    assert state_files(tmp_path) == []
 
 
 def test_keeper_killed_by_sigkill_ends_what_left_the_group_and_cleans_up(
@@ -451,78 +561,24 @@ def test_keeper_killed_by_sigkill_ends_what_left_the_group_and_cleans_up(
 
 # --- what lies outside of the process tree: a container whose client is only a client
 
-DAEMON = """
-import os, pathlib, subprocess, sys, time
-folder = pathlib.Path(sys.argv[1])
-(folder / "up").touch()
-running = {}
-while not (folder / "down").exists():
-    for wish in folder.glob("*.run"):
-        wish.unlink()
-        command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        child = subprocess.Popen(command, env={}, start_new_session=True)
-        running[wish.stem] = child
-        (folder / f"{wish.stem}.tmp").write_text(str(child.pid))
-        (folder / f"{wish.stem}.tmp").rename(folder / f"{wish.stem}.pid")
-    for wish in folder.glob("*.rm"):
-        wish.unlink()
-        child = running.pop(wish.stem, None)
-        if child:
-            child.kill(); child.wait()
-        (folder / f"{wish.stem}.removed").touch()
-    time.sleep(0.01)
-for child in running.values():
-    child.kill(); child.wait()
-"""
-CLIENT = """
-import pathlib, sys, time
-folder, what, name = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-(folder / (name + "." + what)).touch()
-if what == "run":
-    print("attached", flush=True); time.sleep(600)
-while not (folder / (name + ".removed")).exists():
-    time.sleep(0.01)
-"""
-
-
-@pytest.fixture
-def docker(tmp_path: Path) -> Iterator[Path]:
-    """A daemon that owns its containers; their client neither is their parent nor marks them."""
-    folder = tmp_path / "docker"
-    folder.mkdir()
-    daemon = start_python(DAEMON, str(folder))
-    until((folder / "up").exists, WAIT_S, "the daemon")
-    yield folder
-    (folder / "down").touch()
-    daemon.communicate(timeout=WAIT_S)
-    assert daemon.returncode == 0
-
-
-def container(folder: Path, name: str) -> psutil.Process:
-    pid = until(lambda: (folder / f"{name}.pid").exists(), WAIT_S, "the container")
-    pid = int((folder / f"{name}.pid").read_text())
-    return psutil.Process(pid)
-
 
 @pytest.mark.parametrize("how", ["stop", "flow killed", "keeper killed"])
 def test_container_that_outlives_its_client_is_ended_by_the_cleanup(
-    how: str, start: Start, owner: Callable[..., subprocess.Popen[str]], docker: Path, tmp_path: Path
+    how: str, start: Start, owner: Callable[..., subprocess.Popen[str]], docker: Path
 ) -> None:
-    cleanup = (*python(CLIENT, str(docker), "rm", "{name}"),)
+    wanted = ("run", "life-0", *python(SLEEP))
     if how == "flow killed":
-        flow = owner(
-            python(CLIENT, str(docker), "run", "life-0"), (*python(CLIENT, str(docker), "rm", "life-0"),)
-        )
-        inside = container(docker, "life-0")
+        flow = owner(client(docker, *wanted), tuple(client(docker, "rm", "life-0")))
+        contained = container(docker, "life-0")
         flow.kill()
         flow.wait()
     else:
-        server = start(CLIENT, str(docker), "run", "life-0", cleanup=cleanup)
-        inside = container(docker, "life-0")
+        server = start(CLIENT, str(docker), *wanted, cleanup=tuple(client(docker, "rm", "{name}")))
+        contained = container(docker, "life-0")
         if how == "stop":
             server.stop(1)
-            assert not lives(inside)
+            assert not lives(contained)
         else:
             os.kill(server._keeper.pid, signal.SIGKILL)
             assert server.wait(WAIT_S)
-    assert_gone([inside])
+    assert_gone([contained])

@@ -37,7 +37,7 @@ def complaint(place: Place, *arguments: str) -> str:
         ("run.min_free_gib=1e9", "run.min_free_gib asks for 1e+09"),
         ("store.url=gs://bucket/x", "gs://bucket/x"),
         ("store.url=a.jsonl", "a.jsonl"),
-        ("server.engine=sglang", "server.engine 'sglang'"),
+        ("server.engine=sglang", "has no sglang"),
         ("server.flags.ctx-size=none", "server.flags.ctx-size"),
     ],
 )

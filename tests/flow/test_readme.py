@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +36,8 @@ def copy_of_the_repository(place: Place) -> None:
         if (ROOT / name).is_file():
             (place.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, place.folder / name)  # times as well: make looks at them
+    for name in ("pyproject.toml", "constraints.txt"):
+        os.utime(place.folder / name, (0, 0))  # or make would install this copy into the .venv that it shares
     (place.folder / ".venv").symlink_to(BIN.parent)
 
 
