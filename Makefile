@@ -39,7 +39,7 @@ unit: $(VENV)/.dev
 
 # What takes minutes: kill -9 at 20 random moments, every fault that the simulator can act out.
 chaos: $(VENV)/.dev
-	CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/chaos/test_orphans.py tests/contract/test_faults.py
+	CHAOS_ROUNDS=20 ALL_FAULTS=1 $(BIN)/python -m pytest tests/chaos/test_orphans.py tests/contract/test_faults.py
 
 test-sglang: $(VENV)/.dev $(SGLANG)/.made
 	SGLANG_UNDER_TEST=real $(BIN)/python -m pytest tests/contract/test_sglang.py tests/flow/test_sglang_run.py

@@ -32,7 +32,7 @@ class Server:
     name: str
     """The life's name; a launched server answers to it as its model name, so no other can be taken for it."""
     url: str
-    api_key: str
+    api_key: str = field(repr=False)
     process: ServerProcess | None = None
     port: int = 0
     flags: dict[str, FlagValue] = field(default_factory=dict)

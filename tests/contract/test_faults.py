@@ -332,10 +332,6 @@ STARTS = [
         "its weights left no room for the KV pool"),
     Row("start:graph-oom", "gpu_oom", "step", "CUDA graphs: cuda-graph-max-bs-decode unset → 128",
         "CUDA out of memory while it captured CUDA graphs (0.50 GiB wanted, 0.42 GiB free)"),
-    Row("start:unbalanced", "unbalanced", "wait", "relaunched: somebody else holds memory of these GPUs; "
-        "waiting 30 s first", "some of its GPUs were in use by somebody else"),
-    Row("start:host-memory", "host_memory", "wait", "the host's memory does not suffice; waiting 30 s first",
-        "Requesting 32.20 GB but only have 16.10 GB free"),
     Row("start:dist-port", "port_wait", "wait", "one of its ports is not free yet; waiting 30 s first",
         "one of its inner ports was still taken"),
     Row("start:warmup", "exception", "relaunch", "as it was", "it raised an exception while it warmed up"),
@@ -343,6 +339,14 @@ STARTS = [
         "killed while it loaded its weights, most likely for want of host memory"),
     Row("start:hang", "no_start_progress", "relaunch", "as it was", "its log has not grown for 2 s"),
 ]  # fmt: skip
+
+if ALL:
+    STARTS += [
+        Row("start:unbalanced", "unbalanced", "wait", "relaunched: somebody else holds memory of these GPUs; "
+            "waiting 30 s first", "some of its GPUs were in use by somebody else"),
+        Row("start:host-memory", "host_memory", "wait", "memory does not suffice; waiting 30 s first",
+            "Requesting 32.20 GB but only have 16.10 GB free"),
+    ]  # fmt: skip
 
 # Late enough in a life that the suspects of the one before have been tried.
 DEATHS = [

@@ -55,6 +55,58 @@ def test_requests_that_the_server_does_not_know_of_are_named_as_lost() -> None:
     assert found[1].signature == "lost_requests"
 
 
+def test_sample_that_is_as_old_as_the_silence_says_nothing() -> None:
+    """A scheduler that stands still: the last one that it made was empty."""
+    liveness = server(2)
+    stale = Load(running=0, queued=0, used_tokens=0, as_of=0.5)
+    found = lost_at(liveness, 1, 200, lambda t: liveness.polled(stale, t))
+    assert found is not None
+    assert found[1].signature == "hang"
+    liveness = server(1)
+    found = lost_at(liveness, 1, 200, lambda t: liveness.polled(Load(0, 0, 0, as_of=float(t)), t))
+    assert found is not None
+    assert found[1] == Loss(
+        "lost_requests", "no token for 60 s with 1 request in flight, and it says that it has none"
+    )
+
+
+def refuse(liveness: Liveness, t: int) -> None:
+    liveness.sent(t)
+    liveness.ended()
+    liveness.put_off(t)
+
+
+def test_server_that_puts_everything_off_is_given_six_times_as_long() -> None:
+    liveness = server()
+    found = lost_at(liveness, 1, 1000, lambda t: refuse(liveness, t))
+    assert found is not None
+    assert found[0] == 361
+    assert found[1] == Loss("hang", "it has put off every request for 360 s")
+
+
+def test_server_that_puts_off_and_answers_lives_and_so_does_one_that_is_no_longer_asked() -> None:
+    liveness = server()
+
+    def each(t: int) -> None:
+        refuse(liveness, t)
+        if t % 300 == 0:
+            liveness.tokens(1, t)
+
+    assert lost_at(liveness, 1, 3600, each) is None
+    liveness = server()
+    refuse(liveness, 1)
+    assert lost_at(liveness, 2, 3600) is None
+
+
+def test_address_refuses_until_it_answers() -> None:
+    liveness = server()
+    assert not liveness.refusing
+    liveness.refused(1.0)
+    assert liveness.refusing
+    liveness.polled(None, 2.0)
+    assert not liveness.refusing
+
+
 def test_stall_of_seventy_seconds_is_no_death_where_the_limit_is_longer() -> None:
     liveness = Liveness(Limits(600.0, 600.0), 0.0)
     liveness.sent(0.0)
