@@ -48,6 +48,8 @@ MAX_TRIES = 3
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
+_PROMPTS_DO = ("", "zombie", "hang")
+"""Losses that a prompt may have brought about: the process or its scheduler ended, or stands still."""
 
 
 class MillBroke(PromptmillError):
@@ -395,7 +397,13 @@ class Mill:
     async def _lose(self, replica: Replica, loss: Loss) -> None:
         events.tell(events.Died(replica.server.name, loss.text))
         silent, self._silent = self._silent, []
-        guilty = self._suspects.died(silent)
+        guilty = None
+        if loss.signature in _PROMPTS_DO:
+            guilty = self._suspects.died(silent)
+        else:  # nothing that a prompt could be blamed for
+            self._suspects.interrupted()
+            for prompt in silent:
+                self._picker.put_ahead(prompt)
         if guilty is not None:
             why = f"quarantined: alone without a token when the server died again ({loss.text})"
             await self._give_up(guilty, self._partitions[guilty.partition], why, replica)
@@ -461,7 +469,7 @@ class Mill:
     async def _settle(self) -> None:
         """Finish the partitions that have nothing left to send and nothing in flight."""
         for name, part in self._partitions.items():
-            if part.waiter is None or part.in_flight:
+            if part.waiter is None or part.in_flight or self._is_awaited(name):
                 continue
             if not self._stopping and self._meter.counters[name].left:
                 if not self._picker.exhausted(name):
@@ -476,6 +484,11 @@ class Mill:
         if not self._finished and all(p.over for p in self._partitions.values()):
             self._finished = True
             self._outcomes.put(Finished())
+
+    def _is_awaited(self, name: str) -> bool:
+        """A prompt of it is between two servers: out of flight, and not with the picker either."""
+        between = [*self._silent, *self._suspects]
+        return not self._stopping and any(prompt.partition == name for prompt in between)
 
     async def _finish(self, name: str, part: _Partition) -> None:
         waiter, part.waiter, part.over = part.waiter, None, True

@@ -37,6 +37,10 @@ class Suspects:
                 self._waiting.setdefault(prompt.prompt_hash, prompt)
         return guilty
 
+    def interrupted(self) -> None:
+        """The server was lost for a reason of its own: whoever was on trial is tried again."""
+        self._on_trial = ""
+
     def next(self) -> Prompt | None:
         """The one to try now; None while one is on trial or nobody is suspected."""
         if self._on_trial or not self._waiting:

@@ -553,9 +553,6 @@ def test_prompt_that_kills_the_server_is_quarantined_and_no_other_pays(
     assert "was again the only one without a first token" in story.lives[-2]["remedy"]
 
 
-@pytest.mark.xfail(
-    reason="mill: silent prompts of a lost server count as over until it is given up", strict=False
-)
 def test_last_prompt_is_not_forgotten_when_its_server_is_lost(
     model: Path, tmp_path: Path, poison: tuple[str, int]
 ) -> None:
@@ -566,9 +563,6 @@ def test_last_prompt_is_not_forgotten_when_its_server_is_lost(
 
 
 @slow
-@pytest.mark.xfail(
-    reason="mill: a server that loses its requests is blamed on the one on trial", strict=False
-)
 def test_requests_that_were_lost_twice_are_nobodys_fault(
     model: Path, tmp_path: Path, poison: tuple[str, int]
 ) -> None:
