@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
+LONG := tests/chaos/test_orphans.py tests/contract/test_faults.py
 # uv from PATH, or a uv of our own inside .venv; never anything outside this folder.
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python -c constraints.txt
@@ -33,13 +34,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two at a time, module by module: most of them wait for a server.
+# Two at a time, module by module: most of them wait for a server. What `make chaos` runs is left to it.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadscope $(LONG:%=--ignore=%)
 
 # What takes minutes: kill -9 at 20 random moments, every fault that the simulator can act out.
 chaos: $(VENV)/.dev
-	CHAOS_ROUNDS=20 ALL_FAULTS=1 $(BIN)/python -m pytest tests/chaos/test_orphans.py tests/contract/test_faults.py
+	CHAOS_ROUNDS=20 ALL_FAULTS=1 $(BIN)/python -m pytest $(LONG)
 
 test-sglang: $(VENV)/.dev $(SGLANG)/.made
 	SGLANG_UNDER_TEST=real $(BIN)/python -m pytest tests/contract/test_sglang.py tests/flow/test_sglang_run.py

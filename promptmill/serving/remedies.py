@@ -25,6 +25,7 @@ from promptmill.settings import FlagValue
 __all__ = ["Death", "Phase", "Step", "Verdict", "decide"]
 
 _SAME_DEATHS = 3
+_NO_PROMPTS_FAULT = ("sigterm", "lost_requests", "collapse", "refused")
 _USUAL_WATCHDOG_S, _LONGEST_WATCHDOG_S = 300, 1800
 _HICACHE = ("enable-hierarchical-cache", "enable-hicache")
 _LEAST_HICACHE_GB = 16
@@ -93,7 +94,7 @@ def _guilty(deaths: Sequence[Death]) -> str:
     Others may have been in flight: what has shown its first token is innocent.
     """
     last, earlier = deaths[-1], deaths[:-1]
-    if len(last.suspects) != 1 or last.phase != "serving" or last.signature == "sigterm":
+    if len(last.suspects) != 1 or last.phase != "serving" or last.signature in _NO_PROMPTS_FAULT:
         return ""
     again = any(last.suspects[0] in death.suspects for death in earlier[-1:])
     return last.suspects[0] if again or any(last.suspects == death.suspects for death in earlier) else ""

@@ -12,9 +12,10 @@ from tests.helpers_store import python, start_python, until
 
 WAIT_S = 10
 
-# Wishes are files, BOX.run with the command in it and BOX.rm; they are met in the order of their making.
+# Wishes are files, BOX.run with the command in it and BOX.rm; they are met in the order of their making. It
+# ends with its standard input, and its containers with it.
 DAEMON = """
-import contextlib, json, os, pathlib, signal, subprocess, sys, time
+import contextlib, json, os, pathlib, signal, subprocess, sys, threading
 folder = pathlib.Path(sys.argv[1])
 (folder / "up.new").write_text(str(os.getpid()))
 (folder / "up.new").rename(folder / "up")
@@ -26,7 +27,9 @@ def end(name):
             os.killpg(running[name].pid, signal.SIGKILL)
         running.pop(name).wait()
 
-while not (folder / "down").exists():
+over = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+while not over.wait(0.01):
     wishes = [path for path in folder.iterdir() if path.suffix in (".run", ".rm")]
     for wish in sorted(wishes, key=lambda path: path.stat().st_mtime_ns):
         name = wish.stem
@@ -44,7 +47,6 @@ while not (folder / "down").exists():
     for name in [name for name, child in running.items() if child.poll() is not None]:
         end(name)
         (folder / f"{name}.exited").touch()
-    time.sleep(0.01)
 for name in list(running):
     end(name)
 """
@@ -57,8 +59,9 @@ folder, what, box = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 ends = [folder / f"{box}.removed"] + [folder / f"{box}.exited"] * (what == "run")
 out = None
 over = False
+began = time.monotonic()
 while not over:
-    over = any(end.exists() for end in ends)
+    over = any(end.exists() for end in ends) or what == "rm" and time.monotonic() - began > 30
     if what == "run" and out is None and (folder / f"{box}.out").exists():
         out = (folder / f"{box}.out").open("rb", buffering=0)
     while out and (piece := out.read(1 << 16)):
@@ -92,6 +95,5 @@ def docker(tmp_path: Path) -> Iterator[Path]:
     daemon = start_python(DAEMON, str(folder))
     until((folder / "up").exists, WAIT_S, "the daemon")
     yield folder
-    (folder / "down").touch()
     _, complaints = daemon.communicate(timeout=WAIT_S)
     assert daemon.returncode == 0, complaints
