@@ -26,9 +26,10 @@ OK, INCOMPLETE, CONFIG, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, rest = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
     if args.command is not _sim and rest:
-        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     command: Callable[[argparse.Namespace], int] = args.command
     try:

@@ -38,7 +38,7 @@ from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
-from promptmill.serving.liveness import Loss
+from promptmill.serving.liveness import NO_PROMPTS_FAULT, Loss
 from promptmill.serving.server import Lost, Server
 from promptmill.settings import Profile, SamplingSettings
 from promptmill.store.store import SEAL_BYTES, Store, goes_on, next_pending
@@ -48,8 +48,6 @@ MAX_TRIES = 3
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
-_PROMPTS_DO = ("", "zombie", "hang")
-"""Losses that a prompt may have brought about: the process or its scheduler ended, or stands still."""
 
 
 class MillBroke(PromptmillError):
@@ -398,12 +396,12 @@ class Mill:
         events.tell(events.Died(replica.server.name, loss.text))
         silent, self._silent = self._silent, []
         guilty = None
-        if loss.signature in _PROMPTS_DO:
-            guilty = self._suspects.died(silent)
-        else:  # nothing that a prompt could be blamed for
+        if loss.signature in NO_PROMPTS_FAULT:
             self._suspects.interrupted()
             for prompt in silent:
                 self._picker.put_ahead(prompt)
+        else:
+            guilty = self._suspects.died(silent)
         if guilty is not None:
             why = f"quarantined: alone without a token when the server died again ({loss.text})"
             await self._give_up(guilty, self._partitions[guilty.partition], why, replica)

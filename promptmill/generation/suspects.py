@@ -48,10 +48,6 @@ class Suspects:
         self._on_trial = next(iter(self._waiting))
         return self._waiting[self._on_trial]
 
-    @property
-    def on_trial(self) -> bool:
-        return bool(self._on_trial)
-
     def cleared(self, prompt_hash: str) -> None:
         """It showed a first token, or ended in another way that is not the server's death."""
         self._waiting.pop(prompt_hash, None)

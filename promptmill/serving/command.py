@@ -24,7 +24,6 @@ SGLANG_COMMAND = ["python", *_MODULE]
 _EMBEDDED_SLOTS = 4
 _EMBEDDED_KV_TOKENS = 4096
 _ASK_VERSION_S = 30.0
-_KEPT_FREE = 2  # SGLang clips an answer that would fill the context to the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def context_tokens(profile: Profile, model: Model) -> int | None:
     if profile.server.engine == "llama_cpp":
         return _number(flags, "ctx-size", _EMBEDDED_KV_TOKENS) // _number(flags, "parallel", _EMBEDDED_SLOTS)
     length = _length(flags.get("context-length")) or _configured(model, "max_position_embeddings")
-    return length - _KEPT_FREE if length else None
+    return length - sglang_flags.KEPT_FREE if length else None
 
 
 def vocabulary(model: Model, tokenizer_size: int) -> int:

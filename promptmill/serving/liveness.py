@@ -29,6 +29,10 @@ class Limits:
     collapse_timeout_s: float
 
 
+NO_PROMPTS_FAULT = ("lost_requests", "collapse", "refused")
+"""Losses that no prompt can have brought about."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Why a server counts as lost. `signature` is for the remedies, `text` for people."""

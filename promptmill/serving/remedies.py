@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from promptmill.serving.deaths import Death, History, Phase, Step, Verdict, number, step, wait
+from promptmill.serving.liveness import NO_PROMPTS_FAULT
 from promptmill.serving.memory_remedies import (
     fewer_requests,
     gpu_oom,
@@ -25,7 +26,6 @@ from promptmill.settings import FlagValue
 __all__ = ["Death", "Phase", "Step", "Verdict", "decide"]
 
 _SAME_DEATHS = 3
-_NO_PROMPTS_FAULT = ("sigterm", "lost_requests", "collapse", "refused")
 _USUAL_WATCHDOG_S, _LONGEST_WATCHDOG_S = 300, 1800
 _HICACHE = ("enable-hierarchical-cache", "enable-hicache")
 _LEAST_HICACHE_GB = 16
@@ -94,7 +94,7 @@ def _guilty(deaths: Sequence[Death]) -> str:
     Others may have been in flight: what has shown its first token is innocent.
     """
     last, earlier = deaths[-1], deaths[:-1]
-    if len(last.suspects) != 1 or last.phase != "serving" or last.signature in _NO_PROMPTS_FAULT:
+    if len(last.suspects) != 1 or last.phase != "serving" or last.signature in ("sigterm", *NO_PROMPTS_FAULT):
         return ""
     again = any(last.suspects[0] in death.suspects for death in earlier[-1:])
     return last.suspects[0] if again or any(last.suspects == death.suspects for death in earlier) else ""

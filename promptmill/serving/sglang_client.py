@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from contextlib import suppress
 from typing import Any
 
@@ -205,7 +204,7 @@ def body_error(status: int, body: bytes) -> Exception:
     """By status and by what the body says, in any of the shapes that SGLang's bodies have."""
     words = body.decode("utf-8", "replace")[:500]
     with suppress(ValueError):
-        data = json.loads(body)
+        data = orjson.loads(body)
         error = data.get("error", data) if isinstance(data, dict) else data
         if isinstance(error, dict):
             error = error.get("message") or error.get("detail") or words

@@ -13,6 +13,8 @@ from promptmill.errors import ConfigError
 from promptmill.settings import FlagValue
 
 Version = tuple[int, ...]
+KEPT_FREE = 2
+"""Tokens at the context's end: an answer that would fill it to the last is clipped without a word."""
 OLD: Version = (0, 5, 9)
 NEW: Version = (0, 5, 23)
 

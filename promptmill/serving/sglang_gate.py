@@ -15,11 +15,11 @@ from promptmill.chat import ChatRenderer
 from promptmill.errors import PromptRejected
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
+from promptmill.serving.sglang_flags import KEPT_FREE
 from promptmill.serving.start import Start
 from promptmill.settings import Profile
 from promptmill.types import Message
 
-_KEPT_FREE = 2  # an answer that would fill the context is clipped silently
 _NULL_MEMBER = re.compile(r',\s*"[^"]+":\s*null|"[^"]+":\s*null\s*,\s*')
 _PLAIN: list[Message] = [
     {"role": "system", "content": "You answer in one word."},
@@ -186,7 +186,7 @@ def _facts(name: str, info: dict[str, Any], max_model_len: int | None, start: St
     return Facts(
         served_model_name=name,
         slots=per_rank * (info.get("dp_size") or 1) if per_rank else log.max_running_requests,
-        context_tokens=context - _KEPT_FREE if context else None,
+        context_tokens=context - KEPT_FREE if context else None,
         kv_tokens=kv_tokens,
         headroom_gib=log.headroom_gib,
         version=info.get("version"),

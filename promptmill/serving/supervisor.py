@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -294,8 +295,13 @@ class Supervisor:
 
     def _keep_worked(self) -> None:
         if self._steps and not self._profile.server.urls:
-            key = _remembered_for(self._profile, self._model)
-            WorkedRemedies(self._folder.parent / _REMEDIES).keep(key, list(self._steps.values()))
+            worked = WorkedRemedies(self._folder.parent / _REMEDIES)
+            worked.keep(self._remembered_for, list(self._steps.values()))
+
+    @cached_property
+    def _remembered_for(self) -> str:
+        """Asked once a run: nvidia-smi may take seconds, and a relaunch is not to wait for it."""
+        return _remembered_for(self._profile, self._model)
 
 
 def _cause(failed: LaunchFailed) -> str:

@@ -114,7 +114,3 @@ class Triggers:
     def poisoned(self, ids: Sequence[int]) -> list[Fault]:
         """Those that this prompt sets off."""
         return [fault for fault in self._poison if int(fault.value) in ids]
-
-    def next_t_s(self) -> float | None:
-        """When the next fault with a time is due."""
-        return min((fault.value for fault in self._waiting if fault.trigger == "t"), default=None)
