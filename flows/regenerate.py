@@ -98,7 +98,8 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
             show_lives(run)
             if not verdict.relaunch:
                 mill.fail(run.servers.gave_up(verdict, ended))
-            elif verdict.wait_s:
+                break
+            if verdict.wait_s:
                 mill.wait(verdict.wait_s)
         try:
             for future in answered:
@@ -115,26 +116,37 @@ def _serve(
 ) -> Lost | Finished | LaunchFailed:
     """One life: launched, let through the gate, and waited for until it is lost or nothing is left to do."""
     longest = run.longest_request_tokens(manifests)
+    failed = _attach(run, mill, longest)
+    if failed is not None and not mill.is_served():
+        return failed
+    events.tell(events.Resuming(mill.done(), mill.pending()))
+    show_lives(run)
+    while True:
+        ended = mill.wait(timeout_s=1.0)
+        if isinstance(ended, Lost) and (mill.is_served() or not ended.last):
+            run.servers.let_go(ended)
+            show_lives(run)
+        elif ended is not None:
+            return ended
+        elif run.servers.may_return():
+            _attach(run, mill, longest)
+            show_lives(run)
+        bars.update()
+
+
+def _attach(run: Run, mill: Mill, longest: int) -> LaunchFailed | None:
+    """Launch what is missing and lead it through the gate; the last failure, if there was one."""
     failed: LaunchFailed | None = None
-    attached = 0
     try:
         for server in launch_server(run.servers):
             try:
                 mill.attach(server, health_gate(run.servers, server, longest))
-                attached += 1
             except LaunchFailed as error:
                 failed = error
                 events.tell(events.Notice(str(error).partition("\n")[0]))
     except LaunchFailed as error:
         failed = error
-    if failed is not None and not attached:
-        return failed
-    events.tell(events.Resuming(mill.done(), mill.pending()))
-    show_lives(run)
-    while True:
-        if (ended := mill.wait(timeout_s=1.0)) is not None:
-            return ended
-        bars.update()
+    return failed
 
 
 def _publish(run: Run, manifests: list[Manifest], stopped: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -109,6 +110,8 @@ def _run(args: argparse.Namespace) -> int:
     from promptmill.store.store import journal_path
     from promptmill.types import STATUSES, Tally
 
+    # SIGTERM ends a run in good order, as Ctrl-C does. Prefect hands the signal on to us at a flow's end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     profile = load_profile(args.profile, args.overrides)
     check(profile, RunRequest(tuple(args.partition), args.limit))
     os.environ.update({name: value for name, value in local_api.QUIET.items() if name not in os.environ})

@@ -5,7 +5,7 @@ It runs one asyncio loop in one thread of its own, from `start` to `close`. Othe
     generate(partition)   waits until that partition needs nothing more; raises ServerDied when the last
                           server is lost, and may then be called again: it goes on from the store
     attach(server, facts) a healthy server joins
-    wait(timeout_s)       the next thing that the owner must act on: Lost, or Finished
+    wait(timeout_s)       the next thing that the owner must know: a server Lost, or Finished
 
 Inside, one task dispatches, one task a server watches, one ticks, and each request is a task of a group that
 `_run` owns.
@@ -38,6 +38,7 @@ from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
+from promptmill.serving.gate import CANARY
 from promptmill.serving.liveness import NO_PROMPTS_FAULT, Loss
 from promptmill.serving.server import Lost, Server
 from promptmill.settings import Profile, SamplingSettings
@@ -173,6 +174,10 @@ class Mill:
             return self._outcomes.get(timeout=timeout_s)
         return None
 
+    def is_served(self) -> bool:
+        """Whether a server is attached that has not been lost."""
+        return bool(self._replicas)
+
     def stop(self, why: str) -> None:
         """Send nothing more; what is in flight may finish, for at most run.drain_timeout_s."""
         self._post(lambda: self._begin_stop(why))
@@ -283,7 +288,7 @@ class Mill:
             await self._give_up(prompt, part, prompt.error, replica)
             return
 
-        tokens = 0
+        tokens, sent_at = 0, time.monotonic()
 
         def on_tokens(n: int) -> None:
             nonlocal tokens
@@ -309,16 +314,14 @@ class Mill:
         except PromptRejected as error:
             await self._give_up(prompt, part, str(error), replica)
         except ServerBusy:
-            replica.pause()
-            if prompt.prompt_hash in self._suspects:
-                self._suspects.postponed(prompt.prompt_hash)
-            else:
-                self._picker.put_ahead(prompt)
+            self._put_off(prompt, replica)
         except ServerError as error:
             if await replica.turns_out_dead():
                 self._interrupted(prompt, tokens)
-            else:
+            elif await replica.answers_others(sent_at):
                 await self._failed_try(prompt, part, replica, error)
+            else:
+                self._put_off(prompt, replica)
         except PromptmillError as error:
             self._fail(error)
         else:
@@ -345,6 +348,14 @@ class Mill:
 
     async def _give_up(self, prompt: Prompt, part: _Partition, why: str, replica: Replica) -> None:
         await self._record(prompt, part, self._recorder.failed(prompt, why, replica.server.name))
+
+    def _put_off(self, prompt: Prompt, replica: Replica) -> None:
+        """The server takes nothing for now, and says nothing of this prompt by that."""
+        replica.pause()
+        if prompt.prompt_hash in self._suspects:
+            self._suspects.postponed(prompt.prompt_hash)
+        else:
+            self._picker.put_ahead(prompt)
 
     async def _failed_try(
         self, prompt: Prompt, part: _Partition, replica: Replica, error: ServerError
@@ -381,7 +392,8 @@ class Mill:
     async def _join(self, server: Server, facts: Facts) -> None:
         name = facts.served_model_name
         client = make_client(self._profile, server, name, self._model, self._renderer)
-        replica = Replica(server, client, facts, self._profile.server)
+        canary = self._renderer.render(CANARY, None)
+        replica = Replica(server, client, facts, self._profile.server, canary)
         self._replicas.append(replica)
         self._group.create_task(self._watch(replica))
         self._wake.set()
@@ -407,20 +419,19 @@ class Mill:
             await self._give_up(guilty, self._partitions[guilty.partition], why, replica)
             events.tell(events.Quarantined(guilty.row.id, guilty.prompt_hash, guilty.partition))
         self._wake.set()
-        if self._replicas:
-            return
-        for name, part in self._partitions.items():
-            self._picker.remove(name)
-            if part.waiter and not part.over:
-                part.waiter.set_exception(ServerDied(f"{replica.server.name}: {loss.text}"))
-                part.waiter = None
+        if not self._replicas:
+            for name, part in self._partitions.items():
+                self._picker.remove(name)
+                if part.waiter and not part.over:
+                    part.waiter.set_exception(ServerDied(f"{replica.server.name}: {loss.text}"))
+                    part.waiter = None
         lost = Lost(
             replica.server,
             loss,
             replica.answers,
             replica.lost_in_flight,
-            tuple(prompt.prompt_hash for prompt in silent),
-            (guilty.prompt_hash,) if guilty else (),
+            last=not self._replicas,
+            quarantined=(guilty.prompt_hash,) if guilty else (),
         )
         self._outcomes.put(lost)
 

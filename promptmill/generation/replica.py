@@ -11,20 +11,27 @@ from promptmill.serving.client import Client, ConnectionRefused
 from promptmill.serving.facts import Facts
 from promptmill.serving.liveness import Limits, Liveness, Loss
 from promptmill.serving.server import Server
-from promptmill.settings import ServerSettings
+from promptmill.settings import SamplingSettings, ServerSettings
 
+CANARY_S = 60.0
 _WATCH_S = 0.2
 _BUSY_PAUSE_S = 1.0
 _DEATH_CONFIRMED_S = 3.0
 _STREAMS_END_S = 1.0
+_GREEDY = SamplingSettings(temperature=0.0)
 
 
 class Replica:
     """Owned by the mill's loop. `watch` runs for as long as it serves."""
 
-    def __init__(self, server: Server, client: Client, facts: Facts, settings: ServerSettings) -> None:
+    def __init__(
+        self, server: Server, client: Client, facts: Facts, settings: ServerSettings, canary_ids: list[int]
+    ) -> None:
         self.server = server
         self.client = client
+        self._canary_ids = canary_ids
+        self._canary = asyncio.Lock()
+        self._token_at = self._sick_at = 0.0
         self.window = min(settings.max_in_flight, facts.slots or settings.max_in_flight)
         self.kv_dtype = facts.kv_dtype or ""
         self.answers = 0
@@ -63,7 +70,7 @@ class Replica:
         self.tasks.discard(task)
 
     def saw_tokens(self, n: int) -> None:
-        self._answered_at = time.monotonic()
+        self._answered_at = self._token_at = time.monotonic()
         self._liveness.tokens(n, self._answered_at)
 
     def pause(self) -> None:
@@ -71,6 +78,21 @@ class Replica:
         now = time.monotonic()
         self._paused_until = now + _BUSY_PAUSE_S
         self._liveness.put_off(now)
+
+    async def answers_others(self, since: float) -> bool:
+        """Whether it has shown a token since then, or does when a harmless prompt is asked.
+
+        Where it does not, a failure is the server's and no prompt is to pay for it.
+        """
+        async with self._canary:
+            if self._token_at < since and self._sick_at < since:
+                try:
+                    async with asyncio.timeout(CANARY_S):
+                        await self.client.complete(self._canary_ids, _GREEDY, 1, 0, key="canary")
+                    self._token_at = time.monotonic()
+                except (ServerError, TimeoutError):
+                    self._sick_at = time.monotonic()
+            return self._token_at >= max(since, self._sick_at)
 
     async def turns_out_dead(self) -> bool:
         """Whether a connection that just broke was the server's death; waits until that is known.

@@ -1,8 +1,8 @@
 """Which prompt kills the server. Pure.
 
 Prompts in flight without a first token when a server died are suspects: they are tried one at a time, the
-next one when the one before has shown its first token. A suspect that is on trial when the server dies again
-is guilty. That finds each poisoned prompt in two crashes, and no innocent one pays for it.
+next one when the one before has shown its first token. A suspect that was on trial at two deaths is guilty:
+one may be a coincidence. That finds each poisoned prompt in three crashes, and no innocent one pays for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from promptmill.types import Prompt
 
+DEATHS_ALONE = 2
+
 
 class Suspects:
     """Owned by the mill's loop."""
@@ -18,6 +20,7 @@ class Suspects:
     def __init__(self) -> None:
         self._waiting: dict[str, Prompt] = {}
         self._on_trial = ""
+        self._died_alone: dict[str, int] = {}
 
     def __contains__(self, prompt_hash: str) -> bool:
         return prompt_hash in self._waiting
@@ -30,12 +33,15 @@ class Suspects:
 
     def died(self, silent: Iterable[Prompt]) -> Prompt | None:
         """The server died while these prompts waited for a first token; returns the guilty one, if known."""
-        guilty = self._waiting.pop(self._on_trial, None)
-        self._on_trial = ""
+        tried, self._on_trial = self._on_trial, ""
         for prompt in silent:
-            if guilty is None or prompt.prompt_hash != guilty.prompt_hash:
-                self._waiting.setdefault(prompt.prompt_hash, prompt)
-        return guilty
+            self._waiting.setdefault(prompt.prompt_hash, prompt)
+        if tried not in self._waiting:
+            return None
+        self._died_alone[tried] = self._died_alone.get(tried, 0) + 1
+        if self._died_alone[tried] < DEATHS_ALONE:
+            return None
+        return self._waiting.pop(tried)
 
     def interrupted(self) -> None:
         """The server was lost for a reason of its own: whoever was on trial is tried again."""
@@ -51,6 +57,7 @@ class Suspects:
     def cleared(self, prompt_hash: str) -> None:
         """It showed a first token, or ended in another way that is not the server's death."""
         self._waiting.pop(prompt_hash, None)
+        self._died_alone.pop(prompt_hash, None)
         if prompt_hash == self._on_trial:
             self._on_trial = ""
 

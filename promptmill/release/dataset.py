@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -192,7 +193,10 @@ class _Publisher:
 def read_back(folder: Path, rows: dict[str, int]) -> None:
     """Load every view with `load_dataset`, in a process of its own, as a user will. Raises ReleaseError."""
     code = (
-        "import json, sys, tempfile, datasets\n"
+        "import ctypes, os, signal, sys\n"
+        "ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with us\n"
+        "if os.getppid() != int(sys.argv[3]): sys.exit(1)\n"
+        "import json, tempfile, datasets\n"
         "folder, rows = sys.argv[1], json.loads(sys.argv[2])\n"
         "for view, n in rows.items():\n"
         "    if not n: continue  # load_dataset refuses a split without rows\n"
@@ -202,7 +206,7 @@ def read_back(folder: Path, rows: dict[str, int]) -> None:
     )
     try:
         result = subprocess.run(
-            [sys.executable, "-c", code, str(folder), json.dumps(rows)],
+            [sys.executable, "-c", code, str(folder), json.dumps(rows), str(os.getpid())],
             capture_output=True,
             text=True,
             timeout=_READ_BACK_TIMEOUT_S,

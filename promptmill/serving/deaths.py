@@ -43,11 +43,9 @@ class Death:
     env: Mapping[str, str] = field(default_factory=dict)
     facts: LogFacts | None = None
     """What was in effect, whether or not a flag said so."""
-    suspects: tuple[str, ...] = ()
-    """Hashes of the prompts in flight without a first token."""
     in_flight: int = 0
-    quarantined: int = 0
-    """Suspects quarantined since the death before."""
+    quarantined: tuple[str, ...] = ()
+    """Hash of the prompt that was convicted of this death and those before."""
     permanent: bool = False
     """A relaunch cannot help."""
 
@@ -98,7 +96,6 @@ class Verdict:
     why: str
     steps: tuple[Step, ...] = ()
     wait_s: float = 0.0
-    quarantine: tuple[str, ...] = ()
     advice: str = ""
 
     @property
@@ -132,6 +129,13 @@ class History:
         others = (n for n, d in enumerate(reversed(self.deaths)) if d.signature != self.last.signature)
         return next(others, len(self.deaths))
 
+    @property
+    def fruitless(self) -> int:
+        """The same, back to the last death that had answered something or found its prompt."""
+        recent = list(reversed(self.deaths))[: self.streak]
+        fruits = (n for n, d in enumerate(recent) if d.answers or d.quarantined)
+        return next(fruits, len(recent))
+
 
 def step(why: str, *steps: Step) -> Verdict:
     return Verdict("step", f"{why}: {', '.join(map(str, steps))}", steps)
@@ -139,8 +143,8 @@ def step(why: str, *steps: Step) -> Verdict:
 
 def wait(history: History, why: str, advice: str, times: int = 3) -> Verdict:
     """Longer each time in a row; the last of `times` stops."""
-    n = history.streak
+    n = history.fruitless
     if n >= times:
         return Verdict("stop", f"{why}, {n} times in a row", advice=advice)
-    seconds = min(30.0 * 2 ** (n - 1), 300.0)
+    seconds = min(30.0 * 2 ** max(0, n - 1), 300.0)
     return Verdict("wait", f"{why}; waiting {seconds:.0f} s first", wait_s=seconds)

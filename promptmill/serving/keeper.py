@@ -8,9 +8,9 @@ which are there as long as COMMAND is, "state": the file to delete when nothing 
 `stop SECONDS` means SIGTERM to the main process and SIGKILL to the group after that many seconds; the end of
 the stream means that the owner is gone, by whatever signal, and ends the group at once. Whatever the command
 left behind is killed, then CLEANUP runs. Events go to standard output as JSON lines: {"pid": …},
-{"exit": status, "cleaned": whether CLEANUP succeeded}. The owner has put PROMPTMILL_LIFE=NAME into the
-environment, so that everything is found when the keeper itself was killed. Standard library only: it starts
-in a moment and costs nothing while it waits.
+{"exit": status, "cleaned": whether CLEANUP succeeded}. The owner has put a mark of this life into
+the environment as PROMPTMILL_LIFE, so that everything is found when the keeper itself was killed. Standard
+library only: it starts in a moment and costs nothing while it waits.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Limits:
     collapse_timeout_s: float
 
 
-NO_PROMPTS_FAULT = ("lost_requests", "collapse", "refused")
+NO_PROMPTS_FAULT = ("lost_requests", "collapse")
 """Losses that no prompt can have brought about."""
 
 

@@ -18,6 +18,7 @@ _FRACTIONS = (0.5, 0.94)
 _GUESSED_FRACTION = 0.85
 _USUAL_CHUNK, _LEAST_CHUNK = 8192, 1024
 _USUAL_GRAPH_BS, _LEAST_GRAPH_BS = 256, 8
+_GRAPH_BS = ("cuda-graph-max-bs-decode", "cuda-graph-max-bs")
 _FEWER = 0.75
 _LOADING = ("arguments", "loading")
 _OTHERS = "See nvidia-smi for other processes; or raise tp-size, or take a smaller or quantized model."
@@ -85,7 +86,7 @@ def _smaller_chunk(h: History, why: str) -> Verdict | None:
 
 
 def _smaller_graphs(h: History, why: str) -> Verdict | None:
-    names = [name for name in ("cuda-graph-max-bs-decode", "cuda-graph-max-bs") if name in h.last.flags]
+    names = [name for name in _GRAPH_BS if name in h.last.flags]
     if not names and h.version is not None:  # between these two nobody has looked
         names = ["cuda-graph-max-bs-decode"] if h.version >= (0, 5, 23) else []
         names = ["cuda-graph-max-bs"] if h.version < (0, 5, 10) else names
@@ -136,7 +137,7 @@ def kv_too_small(h: History) -> Verdict:
 def _more_memory(h: History, why: str, wanted: float, minimum: float = 0.0) -> Verdict:
     """The way up, unless it is known to end in the other trouble."""
     now, wanted = h.last.fraction, min(wanted, _FRACTIONS[1])
-    tight = [d.fraction for d in h.deaths if _is_tight(d) and d.fraction is not None]
+    tight = [d.fraction for d in h.deaths if _is_tight(d, h.last) and d.fraction is not None]
     if tight and min(tight) <= wanted:
         low, high = ("its default" if now is None else f"{now:g}"), f"{min(tight):g}"
         return Verdict(
@@ -151,7 +152,9 @@ def _more_memory(h: History, why: str, wanted: float, minimum: float = 0.0) -> V
     return step(why, Step(_FRACTION, now, wanted))
 
 
-def _is_tight(death: Death) -> bool:
-    """Whether it tells that its fraction leaves too little GPU memory."""
-    loading = death.evidence is not None and death.evidence.log_phase in _LOADING
-    return death.signature in ("gpu_oom", "low_headroom") and not loading
+def _is_tight(death: Death, last: Death) -> bool:
+    """Whether it tells that its fraction leaves too little GPU memory, launched as the last one was."""
+    phase = death.evidence.log_phase if death.evidence else ""
+    if death.signature not in ("gpu_oom", "low_headroom") or phase in _LOADING:
+        return False
+    return phase != "graphs" or all(death.flags.get(name) == last.flags.get(name) for name in _GRAPH_BS)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ class ServerProcess:
         self.pid = 0
         self.exit_status: int | None = None
         """As subprocess gives it, negative for a signal; None while the process lives."""
+        self._mark = f"{name}-{uuid.uuid4().hex[:8]}"  # a name may be given twice, by two runs
         self._state = state_folder / f"{name}.json"
         self._cleanup: list[str] = []
         self._files: dict[str, str] = {}
@@ -73,7 +75,7 @@ class ServerProcess:
             [sys.executable, "-I", "-S", *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**(os.environ if env is None else env), LIFE_MARK: self.name, **_MARK_STAYS},
+            env={**(os.environ if env is None else env), LIFE_MARK: self._mark, **_MARK_STAYS},
             text=True,
             start_new_session=True,
         )
@@ -122,7 +124,7 @@ class ServerProcess:
             self._started.set()
         self._keeper.wait()
         if status is None and not self._problem:  # it was killed itself: nobody else will end the server
-            _, self._cleaned = _end_life(self.name, self.pid, self._cleanup, list(self._files))
+            _, self._cleaned = _end_life(self._mark, self.pid, self._cleanup, list(self._files))
         self.exit_status = status if status is not None else -signal.SIGKILL
         self._started.set()
         self._ended.set()
@@ -155,6 +157,7 @@ class ServerProcess:
         """What a later run has to know, should nobody be left to end this life."""
         with suppress(psutil.NoSuchProcess):  # it died already; its end is read from the keeper
             state = {
+                "mark": self._mark,
                 "server": _identify(pid) if pid else _NOBODY,
                 "owner": _identify(os.getpid()),
                 "cleanup": self._cleanup,
@@ -177,7 +180,7 @@ def end_leftovers(state_folder: Path) -> list[str]:
             if _is_alive(saved["owner"]):
                 continue
             main = saved["server"][0] if _is_alive(saved["server"]) else 0
-            found, _ = _end_life(state.stem, main, saved.get("cleanup", []), saved.get("remove", []))
+            found, _ = _end_life(saved["mark"], main, saved.get("cleanup", []), saved.get("remove", []))
             if found:
                 ended.append(state.stem)
         except (ValueError, KeyError, TypeError):
@@ -186,7 +189,7 @@ def end_leftovers(state_folder: Path) -> list[str]:
     return ended
 
 
-def _end_life(name: str, pgid: int, cleanup: list[str], remove: list[str]) -> tuple[bool, bool]:
+def _end_life(mark: str, pgid: int, cleanup: list[str], remove: list[str]) -> tuple[bool, bool]:
     """What the keeper would have done: the group (0: its leader is gone), what left it, and the cleanup.
 
     What left the group by setsid has the life's mark in its environment. Returns whether anything lived, and
@@ -196,7 +199,7 @@ def _end_life(name: str, pgid: int, cleanup: list[str], remove: list[str]) -> tu
     if pgid:
         end_group(pgid)
     deadline = time.monotonic() + _KILLED_S
-    while (alive := _marked(name)) and time.monotonic() < deadline:
+    while (alive := _marked(mark)) and time.monotonic() < deadline:
         found = True
         for process in alive:
             with suppress(psutil.Error):
@@ -207,12 +210,12 @@ def _end_life(name: str, pgid: int, cleanup: list[str], remove: list[str]) -> tu
     return found, run_cleanup(cleanup)
 
 
-def _marked(name: str) -> list[psutil.Process]:
-    """Everything that lives and has this life's mark."""
+def _marked(mark: str) -> list[psutil.Process]:
+    """Everything that lives and has this life's mark: the keeper, too."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(LIFE_MARK) == name and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(LIFE_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from promptmill.serving.deaths import Death, History, Phase, Step, Verdict, number, step, wait
-from promptmill.serving.liveness import NO_PROMPTS_FAULT
 from promptmill.serving.memory_remedies import (
     fewer_requests,
     gpu_oom,
@@ -67,9 +66,8 @@ def decide(deaths: Sequence[Death], max_relaunches: int, version: tuple[int, ...
     verdict = _RULES.get(last.signature, _as_it_was)(history)
     if last.permanent:
         return verdict if verdict.action == "stop" else Verdict("stop", "a relaunch cannot mend this")
-    if guilty := _guilty(deaths):
-        why = f"prompt {guilty[:16]} was again the only one without a first token when a server died"
-        verdict = Verdict("quarantine", why, quarantine=(guilty,))
+    if last.quarantined:
+        verdict = Verdict("quarantine", f"prompt {last.quarantined[0][:16]} was alone at two deaths")
     elif verdict.action == "stop":
         return verdict
     elif _identical(deaths[-_SAME_DEATHS:]):
@@ -86,18 +84,6 @@ def _identical(recent: Sequence[Death]) -> bool:
         and len({death.kind for death in recent}) == 1
         and not any(death.answers or death.quarantined for death in recent)
     )
-
-
-def _guilty(deaths: Sequence[Death]) -> str:
-    """The only prompt without a first token, if it was suspected a death before, or the only one before that.
-
-    Others may have been in flight: what has shown its first token is innocent.
-    """
-    last, earlier = deaths[-1], deaths[:-1]
-    if len(last.suspects) != 1 or last.phase != "serving" or last.signature in ("sigterm", *NO_PROMPTS_FAULT):
-        return ""
-    again = any(last.suspects[0] in death.suspects for death in earlier[-1:])
-    return last.suspects[0] if again or any(last.suspects == death.suspects for death in earlier) else ""
 
 
 def _as_it_was(_: History) -> Verdict:

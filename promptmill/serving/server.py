@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ from promptmill.settings import FlagValue, Profile
 
 _TAIL_BYTES = 64_000
 _ABORT_TIMEOUT_S = 2.0
+_CONNECT_S = 2.0
 _SCHEDULER = "sglang::sched"  # what setproctitle leaves of it in 15 characters is enough
 
 
@@ -83,15 +85,15 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A server that had passed the gate is gone or stuck, and no other is left."""
+    """A server that had passed the gate is gone or stuck."""
 
     server: Server
     loss: Loss
     answers: int
     """Answers that it finished."""
     in_flight: int = 0
-    suspects: tuple[str, ...] = ()
-    """Hashes of prompts that were in flight without a first token."""
+    last: bool = True
+    """No other is left."""
     quarantined: tuple[str, ...] = ()
     """Of the prompt that was on trial, and is recorded as failed now."""
 
@@ -130,6 +132,17 @@ def foreign(profile: Profile, url: str) -> Server:
     """A server that somebody else runs."""
     key = os.environ.get(profile.server.api_key_env, "") if profile.server.api_key_env else ""
     return Server(name=url, url=url.rstrip("/").removesuffix("/v1"), api_key=key)
+
+
+def listens(url: str) -> bool:
+    """Whether a connection to the address succeeds, within a few seconds."""
+    parts = httpx.URL(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def read_tail(path: Path, lines: int) -> list[str]:

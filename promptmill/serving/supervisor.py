@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ from promptmill.settings import Profile, mask_command
 
 _RESTART_S = 120.0
 _EXIT_S = 2.0
+_LOOK_AGAIN_S = 30.0
 _ENV = "env:"
 _UNTOLD = ("unknown", "killed", "crashed", "child_died", "child_crashed", "child_killed")
 _REMEDIES = "remedies.json"
@@ -77,6 +79,9 @@ class Supervisor:
         self._servers: list[Server] = []
         self._known: dict[str, Server] = {}
         """Every server of this run, the ended ones too."""
+        self._look_again_at = 0.0
+        self._restart = False
+        """One of several was lost, and the restart command has not been tried since."""
 
     def launch(self) -> list[Server]:
         """Start the next life, or take those servers of somebody else that are not attached.
@@ -84,9 +89,9 @@ class Supervisor:
         Raises LaunchFailed where none could be, and ConfigError for a port that is taken.
         """
         started, failed = [], None
-        for url in self._profile.server.urls or [""]:
-            if url and any(one.name == url for one in self._servers):
-                continue
+        missing = self._missing() if self._profile.server.urls else [""]
+        # One that is away must not keep those waiting that are there; may_return() sees it come back.
+        for url in [url for url in missing if url and server.listens(url)] or missing:
             try:
                 one = self._take(url) if url else self._launch()
             except LaunchFailed as error:
@@ -151,6 +156,28 @@ class Supervisor:
             permanent=True,
         )
 
+    def let_go(self, lost: Lost) -> None:
+        """One of several is lost, and the others go on; it is taken again when it is back."""
+        life = self._life(lost.server.name)
+        life.answers, life.cause_of_death = lost.answers, lost.loss.text
+        life.remedy = "the others go on without it"
+        self._end(lost.server, 0.0)
+        self._restart = bool(self._profile.server.restart_command)
+
+    def may_return(self) -> bool:
+        """Whether one of several servers that is away should be tried again now; looks every 30 s."""
+        if not self._servers or time.monotonic() < self._look_again_at:
+            return False
+        missing = self._missing()
+        self._look_again_at = time.monotonic() + _LOOK_AGAIN_S
+        restart, self._restart = self._restart, False
+        return bool(missing) and (restart or any(server.listens(url) for url in missing))
+
+    def _missing(self) -> list[str]:
+        """Addresses of other people's servers that are not attached."""
+        attached = {one.name for one in self._servers}
+        return [url for url in self._profile.server.urls if url not in attached]
+
     def note_answers(self, answers: Mapping[str, int]) -> None:
         """What the servers that are still alive have answered."""
         for name, n in answers.items():
@@ -198,9 +225,6 @@ class Supervisor:
         status = one.process.exit_status if one.process else None
         evidence, facts = self._evidence(one, status, "serving")  # before our own SIGTERM stands in its log
         self._end(one, 0.0)  # whatever is left of it answers to nobody any more
-        for earlier in list(self._servers):  # it was the last: those that were lost before are gone as well
-            self._life(earlier.name).cause_of_death = "lost while another server went on"
-            self._end(earlier, 0.0)
         cause = lost.loss.text
         watched = lost.loss.signature
         # A scheduler that is gone has mostly said why, a moment before its server would have ended itself.
@@ -218,9 +242,8 @@ class Supervisor:
             flags=one.flags,
             env=dict(self._env),
             facts=facts,
-            suspects=lost.suspects,
             in_flight=lost.in_flight,
-            quarantined=len(lost.quarantined),
+            quarantined=lost.quarantined,
         )
 
     def _failed_start(self, failed: LaunchFailed) -> Death:

@@ -244,8 +244,7 @@ ENDINGS: dict[str, tuple[Callable[[Flow], None], int, float]] = {
     "by itself": (lambda flow: None, 0, 0),
     "by promptmill stop": (ask_to_stop, 3, 0),
     "by SIGINT": (lambda flow: flow.process.send_signal(signal.SIGINT), 130, 0),
-    # The server is stopped in good order; then Prefect lets the signal have its way, and a keeper sees it.
-    "by SIGTERM": (lambda flow: flow.process.send_signal(signal.SIGTERM), -signal.SIGTERM, 2),
+    "by SIGTERM": (lambda flow: flow.process.send_signal(signal.SIGTERM), 130, 0),
 }
 
 

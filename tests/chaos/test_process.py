@@ -9,7 +9,6 @@ import stat
 import subprocess
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -129,12 +128,12 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def marked(name: str) -> list[int]:
+def marked(mark: str) -> list[int]:
     """Pids of everything alive that belongs to that life, the keeper too."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(LIFE_MARK) == name and lives(process):
+            if process.environ().get(LIFE_MARK) == mark and lives(process):
                 found.append(process.pid)
     return found
 
@@ -352,7 +351,7 @@ def test_keeper_killed_by_sigkill_ends_the_server(start: Start, tmp_path: Path) 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.1])
 def test_keeper_killed_while_it_starts_leaves_nothing(delay_s: float, tmp_path: Path) -> None:
-    server = ServerProcess(f"life-{uuid.uuid4().hex}", python(SLEEP), tmp_path / "log", tmp_path / "state")
+    server = ServerProcess("life-0", python(SLEEP), tmp_path / "log", tmp_path / "state")
 
     def begin() -> None:
         with suppress(LaunchFailed):
@@ -360,16 +359,16 @@ def test_keeper_killed_while_it_starts_leaves_nothing(delay_s: float, tmp_path: 
 
     starting = threading.Thread(target=begin)
     starting.start()
-    until(lambda: marked(server.name), WAIT_S, "the keeper")
+    until(lambda: marked(server._mark), WAIT_S, "the keeper")
     time.sleep(delay_s)
     os.kill(server._keeper.pid, signal.SIGKILL)
     starting.join(WAIT_S)
     server.stop(0)
-    assert marked(server.name) == []
+    assert marked(server._mark) == []
 
 
 def test_start_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ServerProcess(f"life-{uuid.uuid4().hex}", python(STUBBORN), tmp_path / "log", tmp_path / "state")
+    server = ServerProcess("life-0", python(STUBBORN), tmp_path / "log", tmp_path / "state")
 
     def interrupted(timeout: float | None = None) -> bool:
         until(lambda: is_up(server), WAIT_S, "the server is up")
@@ -378,7 +377,7 @@ def test_start_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(server._started, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         server.start(files={tmp_path / "key.yaml": "api-key: x"})
-    assert marked(server.name) == []
+    assert marked(server._mark) == []
     assert not (tmp_path / "key.yaml").exists()
     assert state_files(tmp_path) == []
 
@@ -448,7 +447,7 @@ def dead() -> tuple[int, float]:
 
 def save(folder: Path, server: tuple[int, float], owner: tuple[int, float]) -> Path:
     path = folder / "life-9.json"
-    path.write_text(json.dumps({"server": server, "owner": owner}))
+    path.write_text(json.dumps({"mark": "life-9", "server": server, "owner": owner}))
     return path
 
 

@@ -192,7 +192,22 @@ class Play:
         life = len(run.servers.lives)
         row = self._rows[life] if life < len(self._rows) else None
         (self.folder / "faults").write_text(f"{row.fault}\n" if row else "", encoding="utf-8")
-        failed, attached = None, 0
+        failed = self._attach(run, mill, manifest, row)
+        if failed is not None and not mill.is_served():
+            return failed
+        while True:
+            assert time.monotonic() < self.until, "the run hangs"
+            ended = mill.wait(0.05)
+            if isinstance(ended, Lost) and (mill.is_served() or not ended.last):
+                run.servers.let_go(ended)
+            elif ended is not None:
+                return ended
+            elif run.servers.may_return():
+                self._attach(run, mill, manifest, None)
+            self._meanwhile(mill)
+
+    def _attach(self, run: Run, mill: Mill, manifest: Manifest, row: Row | None) -> LaunchFailed | None:
+        failed = None
         try:
             for server in run.servers.launch():
                 try:
@@ -200,17 +215,11 @@ class Play:
                     if row and row.unseen:
                         server._schedulers.clear()
                     mill.attach(server, facts)
-                    attached += 1
                 except LaunchFailed as error:
                     failed = error
         except LaunchFailed as error:
             failed = error
-        if failed is not None and not attached:
-            return failed
-        while (ended := mill.wait(0.05)) is None:
-            assert time.monotonic() < self.until, "the run hangs"
-            self._meanwhile(mill)
-        return ended
+        return failed
 
     def _account(self, run: Run, manifest: Manifest) -> None:
         story, store = self.story, run.store
@@ -246,7 +255,8 @@ def left_behind(names: Any) -> list[str]:
     wanted, found = set(names), []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(LIFE_MARK) in wanted and process.status() != psutil.STATUS_ZOMBIE:
+            life = process.environ().get(LIFE_MARK, "").rpartition("-")[0]
+            if life in wanted and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {process.name()}")
     return found
 
@@ -290,6 +300,7 @@ def _hurry() -> Iterator[None]:
         patch.setattr("promptmill.generation.replica._BUSY_PAUSE_S", 0.2)
         patch.setattr("promptmill.generation.replica._STREAMS_END_S", 0.3)
         patch.setattr("promptmill.serving.liveness._REFUSED_S", 1.0)
+        patch.setattr("promptmill.serving.supervisor._LOOK_AGAIN_S", 0.2)
         yield
 
 
@@ -538,14 +549,27 @@ def test_prompt_that_kills_the_server_is_quarantined_and_no_other_pays(
     prompts[5] += word
     row = Row(f"{fault}@token={token}", "", "", "", "")
     story = play(tmp_path, model, prompts, [row] * 9)
-    assert len(story.deaths) <= 3
+    assert len(story.deaths) == 3
     assert story.counts["failed"] == 1
     assert story.counts["pending"] == 0
     (told,) = story.said(events.Quarantined)
     assert "row r5 of A_text" in told
     assert story.failed[0].startswith("quarantined: alone without a token")
     assert story.verdicts[-1].action == "quarantine"
-    assert "was again the only one without a first token" in story.lives[-2]["remedy"]
+    assert "was alone at two deaths" in story.lives[-2]["remedy"]
+
+
+@slow
+def test_prompt_that_was_alone_at_one_death_by_chance_is_answered(
+    model: Path, tmp_path: Path, poison: tuple[str, int]
+) -> None:
+    word, token = poison
+    prompts = [f"Tell me about {n}." for n in range(24)]
+    prompts[5] += word
+    rows = [Row(f"die@token={token}", "", "", "", ""), Row(f"die@token={token}", "", "", "", "")]
+    story = play(tmp_path, model, prompts, rows)
+    assert len(story.deaths) == 2
+    assert story.failed == []
 
 
 def test_last_prompt_is_not_forgotten_when_its_server_is_lost(
@@ -656,33 +680,49 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_servers_that_go_away_cost_no_prompt_and_are_asked_back_when_the_last_is_gone(
+def test_servers_that_go_away_cost_no_prompt_and_are_asked_back(
     model: Path, tmp_path_factory: pytest.TempPathFactory, others: Path
 ) -> None:
-    """One cannot be asked back: the other goes on alone."""
+    """The first is asked back while the second serves; the second cannot be, and the first goes on alone."""
     with theirs(others, model, 2) as (a, b):
         script = others / "restart.sh"
         restart = shlex.quote(a.start_command[2])
         script.write_text(f'[ "$1" = {a.url} ] || {{ echo no such host >&2; exit 7; }}\nsh -c {restart}\n')
-        first, second = once(10, a.end), once(45, b.end)
+        first, second = once(10, a.end), once(60, b.end)
         story = attach(
             tmp_path_factory.mktemp("run"),
             model,
             [a.url, b.url],
-            80,
-            lambda mill: (first(mill), second(mill)),
+            120,
+            lambda mill: (first(mill), second(mill) if len(mill.answers_by_server()) > 1 else None),
             f"server.restart_command={json.dumps(['sh', str(script), '{url}'])}",
         )
     assert story.counts["pending"] == story.counts["failed"] == 0
     refused = "its address has refused connections for 1 s"
     assert story.said(events.Died) == [f"SERVER DIED: {one.url}: {refused}" for one in (a, b)]
-    (death,) = story.deaths  # while another serves there is nothing to decide
-    assert (death.server, death.signature, death.answers) == (b.url, "refused", story.by_server[b.url])
-    assert death.answers > 20
-    assert story.verdicts[0].action == "wait"
-    causes = {life["server"]: life["cause of death"] for life in story.lives[2:]}
-    assert causes == {a.url: "", b.url: "server.restart_command failed: status 7: no such host"}
-    assert story.by_server[a.url] > 20
+    assert story.deaths == [], "while another serves there is nothing to decide"
+    first_a, first_b, second_a, *_ = story.lives
+    assert [life["server"] for life in (first_a, first_b, second_a)] == [a.url, b.url, a.url]
+    assert first_a["cause of death"] == first_b["cause of death"] == refused
+    assert first_a["remedy"] == "the others go on without it"
+    assert second_a["cause of death"] == ""
+    assert first_a["answers"] + second_a["answers"] == story.by_server[a.url]
+    assert first_b["answers"] == story.by_server[b.url]
+    failed = {life["server"]: life["cause of death"] for life in story.lives[3:]}
+    assert failed == {b.url: "server.restart_command failed: status 7: no such host"}
+
+
+def test_server_that_is_away_at_the_start_does_not_keep_the_other_waiting(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, others: Path
+) -> None:
+    with theirs(others, model, 2) as (a, b):
+        a.end()
+        came = once(20, a.start)
+        urls = [a.url, b.url]
+        story = attach(tmp_path_factory.mktemp("run"), model, urls, 120, came)
+    assert story.counts["pending"] == story.counts["failed"] == 0
+    assert [life["server"] for life in story.lives] == [b.url, a.url]
+    assert min(life["answers"] for life in story.lives) > 0
 
 
 class Completions:

@@ -227,7 +227,8 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     bench.attach(rogue)
     results = bench.generate()
     assert counts(results["A"]) == {"rows": 3, "answered": 2, "failed": 1}
-    assert rogue.asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
+    asked = {text: times for text, times in rogue.asked.items() if len(text) == 2}  # without the canary
+    assert asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
 
 
 def test_mill_never_repeats_what_the_server_refuses(make: Make, rogue: Rogue) -> None:
@@ -253,6 +254,17 @@ def test_mill_that_retries_failed_prompts_asks_each_once_a_run(make: Make, rogue
 
 def test_mill_backs_off_from_a_busy_server_without_using_up_tries(make: Make, rogue: Rogue) -> None:
     rogue.script = lambda times, ids: 503 if times < 4 and ids[1] == ord("x") else "ok"
+    bench = make(["x"], ["y"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == {"rows": 1, "answered": 1}
+    assert rogue.asked["ux"] == 5
+
+
+def test_mill_does_not_let_prompts_pay_for_a_server_that_fails_all(
+    make: Make, rogue: Rogue, fast: None
+) -> None:
+    rogue.script = lambda times, ids: 500 if times < 4 else "ok"
     bench = make(["x"], ["y"])
     bench.attach(rogue)
     results = bench.generate()
@@ -321,3 +333,4 @@ def test_mill_closed_early_releases_everybody_who_waits(make: Make) -> None:
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken connection is judged at once, not after seconds of waiting for a death."""
     monkeypatch.setattr("promptmill.generation.replica._DEATH_CONFIRMED_S", 0.05)
+    monkeypatch.setattr("promptmill.generation.replica._BUSY_PAUSE_S", 0.05)

@@ -81,6 +81,16 @@ def test_squeezed_between_two_troubles_stops_and_names_both(first: Death) -> Non
         assert "0.88" in words
 
 
+def test_graphs_that_have_been_made_smaller_squeeze_no_more() -> None:
+    flags = {FRACTION: 0.88, "cuda-graph-max-bs": 160}
+    graphs = death("gpu_oom", phase="start", log_phase="graphs", flags=flags)
+    told = {"kv_tokens": 9000, "wanted_tokens": 10000}
+    small = death("kv_too_small", 1, phase="start", numbers=told, flags={**flags, "cuda-graph-max-bs": 80})
+    assert steps_of(graphs, small) == {FRACTION: 0.91}
+    again = death("kv_too_small", 1, phase="start", numbers=told, flags=flags)
+    assert decide([graphs, again], 8).action == "stop"
+
+
 def test_the_way_down_does_not_go_where_the_kv_pool_is_known_to_be_too_small() -> None:
     small = death("kv_too_small", numbers={"kv_tokens": 9000, "wanted_tokens": 10000}, flags={FRACTION: 0.86})
     assert steps_of(small) == {FRACTION: 0.89}

@@ -155,39 +155,26 @@ def test_a_start_that_stands_still_is_tried_once_more() -> None:
 # --- prompts that kill
 
 
-def test_a_prompt_that_was_alone_when_a_server_died_again_is_quarantined() -> None:
-    crowd = death("exception", suspects=("p1", "p2", "p3"), in_flight=9)
-    alone = death("exception", 1, suspects=("p2",), in_flight=1)
-    verdict = decide([crowd, alone], 8)
-    assert (verdict.action, verdict.quarantine) == ("quarantine", ("p2",))
-    assert decide([alone, death("hang"), alone], 8).quarantine == ("p2",), "alone twice"
+def test_a_death_that_convicts_a_prompt_needs_no_other_remedy() -> None:
+    oom = death("gpu_oom", flags={FRACTION: 0.88}, quarantined=("p2",))
+    verdict = decide([death("exception"), oom], 8)
+    assert (verdict.action, verdict.steps) == ("quarantine", ())
+    assert "p2" in verdict.why
 
 
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        [death("exception", suspects=("p1",), in_flight=1)],
-        [death("exception", suspects=("p2",)), death("exception", 1, suspects=("p1",))],
-        [death("exception", suspects=("p1", "p2")), death("exception", 1, suspects=("p1", "p2"))],
-        [death("sigterm", suspects=("p1",)), death("sigterm", 1, suspects=("p1",))],
-        [death("hang"), death("hang", suspects=("p1",)), death("hang", suspects=())],
-    ],
-)
-def test_a_prompt_is_not_quarantined_on_less(deaths: list[Death]) -> None:
-    assert not decide(deaths, 8).quarantine
-
-
-def test_a_quarantined_suspect_makes_deaths_differ() -> None:
+def test_a_conviction_makes_deaths_differ() -> None:
     same = [death("exception", life, line="IndexError: 7") for life in range(3)]
     assert decide(same, 8).action == "stop"
-    assert decide([same[0], death("exception", 1, line="IndexError: 8", quarantined=1), same[2]], 8).relaunch
-    assert (
-        decide([*same[:2], death("exception", 2, line="IndexError: 7", suspects=("p",))], 8).action == "stop"
-    )
-    trial = [
-        death("exception", life, line="IndexError: 7", suspects=("p",), in_flight=1) for life in range(3)
-    ]
-    assert decide(trial, 8).action == "quarantine"
+    convicted = death("exception", 2, line="IndexError: 7", quarantined=("p",))
+    assert decide([*same[:2], convicted], 8).action == "quarantine"
+    assert decide([*same[:1], convicted, same[2]], 8).relaunch
+
+
+def test_a_server_that_is_away_again_after_answers_is_waited_for_afresh() -> None:
+    away = death("refused")
+    assert decide([away, away, away], 8).action == "stop"
+    assert decide([away, away, death("refused", answers=9)], 8).wait_s == 30
+    assert decide([away, away, death("refused", quarantined=("p",)), away], 8).wait_s == 30
 
 
 # --- when to give up

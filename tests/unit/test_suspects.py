@@ -32,15 +32,29 @@ def test_suspects_are_tried_one_at_a_time_in_order() -> None:
     assert tried(suspects) == ""
 
 
-def test_suspect_on_trial_at_the_next_death_is_guilty_and_the_others_stay_suspects() -> None:
+def test_suspect_on_trial_at_two_deaths_is_guilty_and_the_others_stay_suspects() -> None:
     suspects = Suspects()
     died(suspects, "a", "poison", "c")
     tried(suspects)
     suspects.cleared("a")
     assert tried(suspects) == "poison"
+    assert died(suspects, "poison") == ""
+    assert tried(suspects) == "poison"
     assert died(suspects, "poison") == "poison"
     assert "poison" not in suspects
     assert tried(suspects) == "c"
+
+
+def test_one_death_alone_is_a_coincidence() -> None:
+    suspects = Suspects()
+    died(suspects, "innocent", "b")
+    tried(suspects)
+    died(suspects, "innocent")
+    assert tried(suspects) == "innocent"
+    suspects.cleared("innocent")
+    died(suspects, "innocent", "b")
+    tried(suspects)
+    assert died(suspects, "innocent") == "", "what it once answered is not forgotten"
 
 
 def test_death_with_nobody_on_trial_finds_no_guilty() -> None:
