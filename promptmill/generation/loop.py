@@ -1,0 +1,340 @@
+"""The mill's loop: fills every window, watches every server, and sees each partition to its end.
+
+Everything here runs in one asyncio loop, in the mill's thread; what other threads may call says so. One task
+dispatches, one task a server watches, one ticks, and each request is a task of a group that `run` owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime
+from queue import SimpleQueue
+
+from promptmill import events
+from promptmill.chat import ChatRenderer
+from promptmill.errors import PromptmillError, ServerDied, StoreError
+from promptmill.generation.asking import Asking
+from promptmill.generation.deadline import end_of_run
+from promptmill.generation.figures import Meter
+from promptmill.generation.partition import Partition, count, make_partition
+from promptmill.generation.picker import Picker
+from promptmill.generation.prompts import Recorder
+from promptmill.generation.replica import Replica
+from promptmill.generation.suspects import Suspects
+from promptmill.model import Model
+from promptmill.serving.engines import make_client
+from promptmill.serving.facts import Facts
+from promptmill.serving.gate import CANARY
+from promptmill.serving.liveness import NO_PROMPTS_FAULT, Loss
+from promptmill.serving.server import Lost, Server
+from promptmill.settings import Profile
+from promptmill.store.store import SEAL_BYTES, Store
+from promptmill.types import Manifest, Prompt, Tally
+
+_TICK_S = 0.2
+_FIGURES_S = 1.0
+_SEAL_S = 300.0
+
+
+class RunEnded(PromptmillError):
+    """The run was closed while somebody still waited for a partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every partition is over, or the run was stopped or failed."""
+
+
+class Loop:
+    """See the module. `count` comes before `run`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        store: Store,
+        renderer: ChatRenderer,
+        model: Model,
+        manifests: list[Manifest],
+        retry_failed: bool,
+    ) -> None:
+        self.asyncio_loop: asyncio.AbstractEventLoop
+        """Once `ready` is set."""
+        self.ready = threading.Event()
+        self.outcomes: SimpleQueue[Lost | Finished] = SimpleQueue()
+        """For the owner of the run, in its own thread."""
+        self.meter = Meter()
+        self.replicas: list[Replica] = []
+        self.stopping = ""
+        """Why the run is being stopped; empty while it is not."""
+        self.failure: PromptmillError | None = None
+        self._profile = profile
+        self._store = store
+        self._renderer = renderer
+        self._model = model
+        self._retry_failed = retry_failed
+        self._partitions = {
+            m.partition: make_partition(profile, store, m, renderer, retry_failed) for m in manifests
+        }
+        self._picker = Picker()
+        self._suspects = Suspects()
+        self._wake = asyncio.Event()
+        self._asking = Asking(
+            store,
+            Recorder(renderer, model),
+            self._picker,
+            self._suspects,
+            self.meter,
+            self._wake.set,
+            self.fail,
+        )
+        self._under_way: set[str] = set()
+        self._in_class: dict[str, int] = {}
+        self._closing = asyncio.Event()
+        self._drain_until = 0.0
+        self._finished = False
+        self._chaos_left = profile.chaos.kill_server_after_answers
+        self._deadline = end_of_run(profile.run, datetime.now())
+
+    def count(self) -> None:
+        """What is done and what is not, by partition."""
+        for name, part in self._partitions.items():
+            self.meter.counters[name] = count(self._store, part.manifest, self._retry_failed)
+            part.over = not self.meter.counters[name].left
+
+    def close(self) -> None:
+        self._closing.set()
+
+    async def run(self) -> None:
+        self.asyncio_loop = asyncio.get_running_loop()
+        self.ready.set()
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            owned = [group.create_task(self._dispatch()), group.create_task(self._tick())]
+            await self._closing.wait()
+            for task in owned:
+                task.cancel()
+            for replica in self.replicas:
+                replica.close()
+        try:
+            await asyncio.to_thread(self._store.seal_all)
+        except StoreError as error:
+            events.tell(events.Notice(f"answers stay in the journal for now: {error}"))
+
+    async def _dispatch(self) -> None:
+        """Fill every window, then sleep until something changes."""
+        while True:
+            self._wake.clear()
+            while (replica := self._roomiest()) and not self.stopping and not self.failure:
+                try:
+                    prompt = self._pick()
+                except PromptmillError as error:
+                    self.fail(error)
+                    break
+                if prompt is None:
+                    break
+                self._send(prompt, replica)
+            self._settle()
+            await self._wake.wait()
+
+    def _pick(self) -> Prompt | None:
+        """While there are suspects, they are tried one at a time and nothing else is sent."""
+        if self._suspects:
+            return self._suspects.next()
+        return self._picker.pick(lambda c: self._in_class.get(c, 0), self._is_duplicate)
+
+    def _is_duplicate(self, prompt: Prompt) -> bool:
+        """Under way for another row, or done since it was listed."""
+        return self._is_under_way(prompt.prompt_hash) or self._store.is_done(
+            prompt.prompt_hash, prompt.max_new_tokens, self._retry_failed
+        )
+
+    def _is_under_way(self, prompt_hash: str) -> bool:
+        return prompt_hash in self._under_way or prompt_hash in self._suspects
+
+    def _roomiest(self) -> Replica | None:
+        return min((r for r in self.replicas if r.has_room()), key=lambda r: r.fill, default=None)
+
+    def _send(self, prompt: Prompt, replica: Replica) -> None:
+        part = self._partitions[prompt.partition]
+        self._count_in_flight(part, prompt, +1)
+        task = self._group.create_task(self._asking.one(prompt, part, replica))
+        replica.add(task)
+        task.add_done_callback(lambda _: self._sent(prompt, part, replica, task))
+
+    def _sent(self, prompt: Prompt, part: Partition, replica: Replica, task: asyncio.Task[None]) -> None:
+        replica.remove(task)
+        self._count_in_flight(part, prompt, -1)
+        self._maybe_chaos(replica)
+        self._wake.set()
+
+    def _count_in_flight(self, part: Partition, prompt: Prompt, by: int) -> None:
+        part.in_flight += by
+        self.meter.counters[prompt.partition].in_flight += by
+        self._in_class[part.length_class] = self._in_class.get(part.length_class, 0) + by
+        if by > 0:
+            self._under_way.add(prompt.prompt_hash)
+        else:
+            self._under_way.discard(prompt.prompt_hash)
+
+    def _maybe_chaos(self, replica: Replica) -> None:
+        if self._chaos_left and self._asking.answers >= self._chaos_left and replica.server.process:
+            self._chaos_left = 0
+            events.tell(events.Notice("[chaos] killing the server now (SIGKILL), as the profile asks"))
+            replica.server.process.kill()
+
+    # --- servers
+
+    async def join(self, server: Server, facts: Facts) -> None:
+        name = facts.served_model_name
+        client = make_client(self._profile, server, name, self._model, self._renderer)
+        canary = self._renderer.render(CANARY, None)
+        replica = Replica(server, client, facts, self._profile.server, canary)
+        self.replicas.append(replica)
+        self._group.create_task(self._watch(replica))
+        self._wake.set()
+
+    async def _watch(self, replica: Replica) -> None:
+        loss = await replica.watch()
+        self.replicas.remove(replica)
+        if loss:
+            await self._lose(replica, loss)
+
+    async def _lose(self, replica: Replica, loss: Loss) -> None:
+        events.tell(events.Died(replica.server.name, loss.text))
+        silent, self._asking.silent = self._asking.silent, []
+        guilty = None
+        if loss.signature in NO_PROMPTS_FAULT:
+            self._suspects.interrupted()
+            for prompt in silent:
+                self._picker.put_ahead(prompt)
+        else:
+            guilty = self._suspects.died(silent)
+        if guilty is not None:
+            why = f"quarantined: alone without a token when the server died again ({loss.text})"
+            await self._asking.give_up(guilty, why, replica)
+            events.tell(events.Quarantined(guilty.row.id, guilty.prompt_hash, guilty.partition))
+        self._wake.set()
+        if not self.replicas:
+            for name, part in self._partitions.items():
+                self._picker.remove(name)
+                if not part.over:
+                    part.release(ServerDied(f"{replica.server.name}: {loss.text}"))
+        lost = Lost(
+            replica.server,
+            loss,
+            replica.answers,
+            replica.lost_in_flight,
+            last=not self.replicas,
+            quarantined=(guilty.prompt_hash,) if guilty else (),
+        )
+        self.outcomes.put(lost)
+
+    # --- partitions
+
+    def enter(self, partition: str, waiter: Future[Tally]) -> None:
+        part = self._partitions[partition]
+        if self.failure is not None:
+            waiter.set_exception(self.failure)
+            return
+        part.waiter, part.over = waiter, False
+        self._scan(part)
+        self._wake.set()
+
+    def _scan(self, part: Partition) -> None:
+        """List what is pending, from the start; the store knows what was done meanwhile."""
+        name = part.manifest.partition
+        fresh = count(self._store, part.manifest, self._retry_failed)
+        counter = self.meter.counters[name]
+        counter.total, counter.done = fresh.total, fresh.done
+        self._picker.add(name, part.maker.pending(), fresh.total - fresh.done, part.length_class, part.cap)
+
+    def _settle(self) -> None:
+        """Finish the partitions that have nothing left to send and nothing in flight."""
+        for name, part in self._partitions.items():
+            if part.waiter is None or part.in_flight or self._is_awaited(name):
+                continue
+            if not self.stopping and self.meter.counters[name].left:
+                if not self._picker.exhausted(name):
+                    continue
+                if skipped := self._picker.skipped(name):
+                    # Duplicates of requests that others make: once those are answered, look again.
+                    if not any(map(self._is_under_way, skipped)):
+                        self._scan(part)
+                        self._wake.set()
+                    continue
+            waiter, part.waiter, part.over = part.waiter, None, True
+            self._picker.remove(name)
+            self._group.create_task(self._finish(part, waiter))
+        if not self._finished and all(p.over for p in self._partitions.values()):
+            self._finished = True
+            self.outcomes.put(Finished())
+
+    def _is_awaited(self, name: str) -> bool:
+        """A prompt of it is between two servers: out of flight, and not with the picker either."""
+        between = [*self._asking.silent, *self._suspects]
+        return not self.stopping and any(prompt.partition == name for prompt in between)
+
+    async def _finish(self, part: Partition, waiter: Future[Tally]) -> None:
+        """Seal its answers and give its accounting to whoever waits; others are answered meanwhile."""
+        name = part.manifest.partition
+        try:
+            await asyncio.to_thread(self._store.seal, name)
+        except StoreError as error:
+            events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))
+        try:
+            waiter.set_result(await asyncio.to_thread(self._store.tally, part.manifest))
+        except BaseException:
+            waiter.set_exception(RunEnded("the run was ended"))
+            raise
+
+    def begin_stop(self, why: str) -> None:
+        if not self.stopping:
+            self.stopping = why
+            self._drain_until = time.monotonic() + self._profile.run.drain_timeout_s
+            events.tell(events.Notice(f"stopping: {why}; requests in flight may finish"))
+            self._wake.set()
+
+    def fail(self, error: PromptmillError) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        for name, part in self._partitions.items():
+            self._picker.remove(name)
+            part.over = True
+            part.release(error)
+        self.outcomes.put(Finished())
+
+    # --- time
+
+    async def _tick(self) -> None:
+        """What happens by the clock: stop requests, the deadline, figures, sealing."""
+        told = sealed = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            if self._store.stop_file.exists():
+                self.begin_stop("promptmill stop was called")
+            if self._deadline is not None and datetime.now() >= self._deadline:
+                self.begin_stop("the time for this run is over")
+            if self.stopping and now > self._drain_until:
+                for replica in self.replicas:
+                    for task in replica.tasks:
+                        task.cancel()
+            self._wake.set()  # a pause may be over
+            if now - told >= _FIGURES_S and self.replicas:
+                told = now
+                events.tell(self.meter.figures(now))
+            if now - sealed >= _SEAL_S:
+                sealed = now
+                await self._seal_some()
+
+    async def _seal_some(self) -> None:
+        for name in self._partitions:
+            try:
+                await asyncio.to_thread(self._store.seal, name, SEAL_BYTES // 64)
+            except StoreError as error:
+                events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))

@@ -1,0 +1,60 @@
+"""One partition while it is being answered."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from promptmill.chat import ChatRenderer
+from promptmill.generation.figures import Counter
+from promptmill.generation.prompts import PromptMaker
+from promptmill.prompts.manifest import read_keys
+from promptmill.settings import Profile, SamplingSettings
+from promptmill.store.store import Store, next_pending
+from promptmill.types import Manifest, Tally
+
+
+@dataclass(slots=True)
+class Partition:
+    """Owned by the mill's loop."""
+
+    manifest: Manifest
+    maker: PromptMaker
+    sampling: SamplingSettings
+    length_class: str
+    cap: int | None
+    """Requests of its class in flight, at most."""
+    waiter: Future[Tally] | None = None
+    """Of whoever waits for it in `generate`."""
+    in_flight: int = 0
+    over: bool = False
+
+    def release(self, error: Exception) -> None:
+        """Whoever waits for it gets the error."""
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            waiter.set_exception(error)
+
+
+def make_partition(
+    profile: Profile, store: Store, manifest: Manifest, renderer: ChatRenderer, retry_failed: bool
+) -> Partition:
+    settings = profile.partition(manifest.partition)
+    return Partition(
+        manifest=manifest,
+        maker=PromptMaker(store, manifest, renderer, retry_failed),
+        sampling=profile.sampling_for(settings),
+        length_class=settings.length_class,
+        cap=profile.classes[settings.length_class].max_in_flight,
+    )
+
+
+def count(store: Store, manifest: Manifest, retry_failed: bool) -> Counter:
+    """Requests that are done and, each conversation going on to its end, will be."""
+    done = total = 0
+    for samples in read_keys(manifest):
+        for hashes in samples:
+            turn = next_pending(store, hashes, manifest.max_new_tokens, retry_failed)
+            done += len(hashes) if turn is None else turn
+            total += len(hashes)
+    return Counter(total, done)
