@@ -43,6 +43,8 @@ class ChatRenderer:
         self.open_ids = self._marker(settings.reasoning_open)
         self.close_ids = self._marker(settings.reasoning_close)
         self.vocabulary = len(tokenizer)
+        end = getattr(tokenizer, "eos_token_id", None)
+        self.end_ids = frozenset() if end is None else frozenset([int(end)])
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
         """The input ids that ask for the next answer. Raises PromptRejected, with the template's words."""

@@ -157,6 +157,10 @@ class Figures(Event):
     tokens_per_s: float
     seconds_left: float | None
     in_flight: int
+    resumed_tokens: int = 0
+    """Tokens that broken streams had given and that were not made again."""
+    refilled_tokens: int = 0
+    """Prompt and output tokens that were prefilled again for that."""
 
     def __str__(self) -> str:
         done = sum(p.done for p in self.partitions)

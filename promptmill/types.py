@@ -127,6 +127,8 @@ class Prompt:
     """Requests that failed through no fault of a server's death."""
     error: str = ""
     """Why it cannot be asked at all; such a prompt is recorded as failed."""
+    partial: list[int] = field(default_factory=list)
+    """Output ids that an earlier request gave before its stream broke; the next one goes on from there."""
 
     def after_failed_try(self) -> Prompt:
         return replace(self, tries=self.tries + 1)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 
 from promptmill.errors import PromptmillError, PromptRejected, ServerBusy, ServerError, StoreError
 from promptmill.generation.figures import Meter
@@ -12,11 +16,33 @@ from promptmill.generation.partition import Partition
 from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import Recorder
 from promptmill.generation.replica import Replica
+from promptmill.generation.resume import is_resumable
 from promptmill.generation.suspects import Suspects
+from promptmill.store.journal import Piece
 from promptmill.store.store import Store, goes_on
 from promptmill.types import Answer, Completion, Prompt
 
 MAX_TRIES = 3
+
+
+class _Stream:
+    """What has come of one request so far."""
+
+    def __init__(self, prompt: Prompt, kept: bool) -> None:
+        self.prompt = prompt
+        self.received = array("I")
+        self._kept = kept
+        self._flushed = 0
+
+    def new_piece(self) -> Piece | None:
+        """What has come since the last piece, if it is of use to a later request."""
+        start, end = self._flushed, len(self.received)
+        if not self._kept or start == end:
+            return None
+        self._flushed = end
+        prompt = self.prompt
+        at = len(prompt.partial) + start
+        return Piece(prompt.prompt_hash, prompt.partition, at, self.received[start:end])
 
 
 class Asking:
@@ -40,6 +66,10 @@ class Asking:
         self._meter = meter
         self._changed = changed
         self._fail = fail
+        self._streams: set[_Stream] = set()
+        self._kept: Future[None] = Future()
+        """Of the pieces that were handed to the journal last; it writes in order."""
+        self._kept.set_result(None)
         self.silent: list[Prompt] = []
         """Interrupted before their first token by a loss that has not been judged yet."""
         self.answers = 0
@@ -50,52 +80,86 @@ class Asking:
         if prompt.error:
             await self.give_up(prompt, prompt.error, replica)
             return
-        tokens, sent_at = 0, time.monotonic()
+        sent_at = time.monotonic()
+        stream = _Stream(prompt, is_resumable(part.sampling))
+        self._streams.add(stream)
 
-        def on_tokens(n: int) -> None:
-            nonlocal tokens
-            if not tokens and prompt.prompt_hash in self._suspects:
+        def on_tokens(ids: list[int]) -> None:
+            if not stream.received and prompt.prompt_hash in self._suspects:
                 self._suspects.cleared(prompt.prompt_hash)
                 self._changed()  # the next one's turn
-            tokens += n
-            replica.saw_tokens(n)
-            self._meter.counters[prompt.partition].tokens += n
+            stream.received.extend(ids)
+            replica.saw_tokens(len(ids))
+            self._meter.counters[prompt.partition].tokens += len(ids)
 
+        self._meter.sent(len(prompt.input_ids), len(prompt.partial))
         try:
             completion = await replica.client.complete(
-                prompt.input_ids,
+                [*prompt.input_ids, *prompt.partial] if prompt.partial else prompt.input_ids,
                 part.sampling,
-                prompt.max_new_tokens,
+                prompt.max_new_tokens - len(prompt.partial),
                 prompt.sample,
                 on_tokens,
                 prompt.prompt_hash,
             )
         except asyncio.CancelledError:
-            self._interrupted(prompt, tokens)  # its stream was stuck; another server may have it
+            self._interrupted(self._end(stream, part), stream)  # it was stuck; another server may have it
             raise
         except PromptRejected as error:
-            await self.give_up(prompt, str(error), replica)
+            await self._rejected(self._end(stream, part), replica, error)
         except ServerBusy:
-            self._put_off(prompt, replica)
+            self._put_off(self._end(stream, part), replica)
         except ServerError as error:
+            prompt = self._end(stream, part)
             if await replica.turns_out_dead():
-                self._interrupted(prompt, tokens)
+                self._interrupted(prompt, stream)
             elif await replica.answers_others(sent_at):
                 await self._failed_try(prompt, replica, error)
             else:
                 self._put_off(prompt, replica)
         except PromptmillError as error:
+            self._end(stream, part)
             self._fail(error)
         else:
+            self._streams.discard(stream)
             await self._answered(prompt, part, replica, completion)
+
+    def flush(self) -> None:
+        """Keep what has come since the last time of all answers that are under way."""
+        self._keep([piece for stream in self._streams if (piece := stream.new_piece())])
+
+    async def flushed(self) -> None:
+        """Until all that was to be kept is durable."""
+        with suppress(StoreError):  # it has ended the run already
+            await asyncio.wrap_future(self._kept)
+
+    def _end(self, stream: _Stream, part: Partition) -> Prompt:
+        """Its stream has broken: keep what came of it, and return the prompt that goes on from there."""
+        self._streams.discard(stream)
+        self._keep([piece] if (piece := stream.new_piece()) else [])
+        prompt = stream.prompt
+        return replace(prompt, partial=part.kept([*prompt.partial, *stream.received]))
+
+    def _keep(self, pieces: list[Piece]) -> None:
+        if not pieces:
+            return
+        loop = asyncio.get_running_loop()
+
+        def look(kept: Future[None]) -> None:  # in the journal's thread
+            if isinstance(error := kept.exception(), PromptmillError):
+                with suppress(RuntimeError):  # the loop has ended meanwhile
+                    loop.call_soon_threadsafe(self._fail, error)
+
+        self._kept = self._store.put_partials(pieces)
+        self._kept.add_done_callback(look)
 
     async def give_up(self, prompt: Prompt, why: str, replica: Replica) -> None:
         """Record it as failed."""
         await self._record(prompt, self._recorder.failed(prompt, why, replica.server.name))
 
-    def _interrupted(self, prompt: Prompt, tokens: int) -> None:
+    def _interrupted(self, prompt: Prompt, stream: _Stream) -> None:
         """By the loss of its server, which is not its fault if it had shown a token."""
-        if tokens:
+        if stream.received:
             self._picker.put_ahead(prompt)
         else:
             self.silent.append(prompt)
@@ -103,12 +167,23 @@ class Asking:
     async def _answered(
         self, prompt: Prompt, part: Partition, replica: Replica, completion: Completion
     ) -> None:
+        if prompt.partial:
+            completion = replace(completion, output_ids=[*prompt.partial, *completion.output_ids])
         answer = self._recorder.answered(prompt, completion, replica.server.name, replica.kv_dtype)
         if not await self._record(prompt, answer):
             return
         replica.answers += 1
         if following := part.maker.following(prompt, answer):
             self._picker.put_ahead(following)
+
+    async def _rejected(self, prompt: Prompt, replica: Replica, error: PromptRejected) -> None:
+        """A prompt that is refused with the tokens that it had is asked once more without them."""
+        if not prompt.partial:
+            await self.give_up(prompt, str(error), replica)
+            return
+        self._keep([Piece(prompt.prompt_hash, prompt.partition, 0, [])])
+        self._suspects.cleared(prompt.prompt_hash)
+        self._picker.put_ahead(replace(prompt, partial=[]))
 
     def _put_off(self, prompt: Prompt, replica: Replica) -> None:
         """The server takes nothing for now, and says nothing of this prompt by that."""

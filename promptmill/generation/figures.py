@@ -29,10 +29,18 @@ class Meter:
     """All partitions' numbers, and the pace."""
 
     counters: dict[str, Counter] = field(default_factory=dict)
+    resumed_tokens: int = 0
+    refilled_tokens: int = 0
     _ticks: deque[tuple[float, int]] = field(default_factory=deque)
     _answers_here: int = 0
     _serving_s: float = 0.0
     _last_tick: float | None = None
+
+    def sent(self, prompt_tokens: int, partial_tokens: int) -> None:
+        """A request goes out, on the tokens that an earlier one gave."""
+        if partial_tokens:
+            self.resumed_tokens += partial_tokens
+            self.refilled_tokens += prompt_tokens + partial_tokens
 
     def answered(self, partition: str, turns_left: int) -> None:
         """An answer came; `turns_left` more that were expected of its conversation will not."""
@@ -59,6 +67,8 @@ class Meter:
             tokens_per_s=(tokens - before) / (now - then) if now > then else 0.0,
             seconds_left=self._seconds_left(),
             in_flight=in_flight,
+            resumed_tokens=self.resumed_tokens,
+            refilled_tokens=self.refilled_tokens,
         )
 
     def _seconds_left(self) -> float | None:

@@ -38,6 +38,7 @@ from promptmill.types import Manifest, Prompt, Tally
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
+_FLUSH_S = 3.0
 
 
 class RunEnded(PromptmillError):
@@ -205,6 +206,7 @@ class Loop:
 
     async def _lose(self, replica: Replica, loss: Loss) -> None:
         events.tell(events.Died(replica.server.name, loss.text))
+        await self._asking.flushed()  # whoever lists what is pending finds the tokens that were received
         silent, self._asking.silent = self._asking.silent, []
         guilty = None
         if loss.signature in NO_PROMPTS_FAULT:
@@ -286,7 +288,10 @@ class Loop:
         except StoreError as error:
             events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))
         try:
-            waiter.set_result(await asyncio.to_thread(self._store.tally, part.manifest))
+            tally = await asyncio.to_thread(self._store.tally, part.manifest)
+            if not tally.pending:
+                self._store.forget_partials(name)
+            waiter.set_result(tally)
         except BaseException:
             waiter.set_exception(RunEnded("the run was ended"))
             raise
@@ -312,7 +317,7 @@ class Loop:
 
     async def _tick(self) -> None:
         """What happens by the clock: stop requests, the deadline, figures, sealing."""
-        told = sealed = time.monotonic()
+        told = sealed = flushed = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
@@ -328,6 +333,9 @@ class Loop:
             if now - told >= _FIGURES_S and self.replicas:
                 told = now
                 events.tell(self.meter.figures(now))
+            if now - flushed >= _FLUSH_S:
+                flushed = now
+                self._asking.flush()
             if now - sealed >= _SEAL_S:
                 sealed = now
                 await self._seal_some()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from promptmill.chat import ChatRenderer
 from promptmill.generation.figures import Counter
 from promptmill.generation.prompts import PromptMaker
+from promptmill.generation.resume import kept_tokens
 from promptmill.prompts.manifest import read_keys
 from promptmill.settings import Profile, SamplingSettings
 from promptmill.store.store import Store, next_pending
@@ -21,6 +23,7 @@ class Partition:
     manifest: Manifest
     maker: PromptMaker
     sampling: SamplingSettings
+    end_ids: frozenset[int]
     length_class: str
     cap: int | None
     """Requests of its class in flight, at most."""
@@ -28,6 +31,10 @@ class Partition:
     """Of whoever waits for it in `generate`."""
     in_flight: int = 0
     over: bool = False
+
+    def kept(self, ids: Sequence[int]) -> list[int]:
+        """Output ids of a broken stream that the next request goes on from."""
+        return kept_tokens(ids, self.sampling, self.manifest.max_new_tokens, self.end_ids)
 
     def release(self, error: Exception) -> None:
         """Whoever waits for it gets the error."""
@@ -44,6 +51,7 @@ def make_partition(
         manifest=manifest,
         maker=PromptMaker(store, manifest, renderer, retry_failed),
         sampling=profile.sampling_for(settings),
+        end_ids=renderer.end_ids,
         length_class=settings.length_class,
         cap=profile.classes[settings.length_class].max_in_flight,
     )

@@ -31,6 +31,7 @@ class PromptMaker:
         run left half done go on from the answers in the store.
         """
         halves = self._answers_of_halves()
+        partials = self._store.partials(self._manifest.partition)
         for row in read_prompts(self._manifest):
             for sample, hashes in enumerate(row.prompt_hashes):
                 turn = next_pending(self._store, hashes, self._manifest.max_new_tokens, self._retry_failed)
@@ -44,6 +45,8 @@ class PromptMaker:
                         prompt = self._next(prompt, answer)
                 except PromptRejected as error:
                     prompt = _unrenderable(prompt, error)
+                if partial := partials.get(prompt.prompt_hash):
+                    prompt = replace(prompt, partial=partial)
                 yield prompt
 
     def following(self, prompt: Prompt, answer: Answer) -> Prompt | None:
@@ -77,6 +80,7 @@ class PromptMaker:
             turn=turn,
             messages=messages,
             tries=0,
+            partial=[],
         )
 
     def _answers_of_halves(self) -> dict[str, Answer]:
@@ -100,6 +104,7 @@ class Recorder:
         self._model = model
 
     def answered(self, prompt: Prompt, completion: Completion, server: str, kv_dtype: str) -> Answer:
+        """`completion` is the whole answer, the tokens of earlier requests included."""
         split = self._renderer.split(prompt.input_ids, completion.output_ids)
         status, flags = judge(completion, split, prompt.max_new_tokens)
         return replace(
@@ -112,6 +117,7 @@ class Recorder:
             content=split.content,
             completion_tokens=len(completion.output_ids),
             reasoning_tokens=split.reasoning_tokens,
+            resumed_tokens=len(prompt.partial),
             kv_dtype=kv_dtype,
         )
 

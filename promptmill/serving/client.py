@@ -14,7 +14,7 @@ from promptmill.errors import ConfigError, PromptRejected, ServerBusy, ServerErr
 from promptmill.settings import SamplingSettings
 from promptmill.types import Completion
 
-OnTokens = Callable[[int], None]
+OnTokens = Callable[[list[int]], None]
 _ROW_FAULTS = {400, 413, 422}
 _SETUP_FAULTS = {401, 403, 404}
 _BUSY = {429, 502, 503, 504}
@@ -53,7 +53,7 @@ class Client(Protocol):
         on_tokens: OnTokens = ...,
         key: str = "",
     ) -> Completion:
-        """Ask once. `on_tokens` hears of every group of new tokens; `key` names the prompt to the server.
+        """Ask once. `on_tokens` gets every group of new ids; `key` names the prompt to the server.
 
         Raises PromptRejected for a fault of the prompt, ServerBusy, ConfigError for a wrong key or path,
         ConnectionBroke, and ServerError for what else a server may answer.

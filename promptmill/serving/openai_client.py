@@ -54,7 +54,7 @@ class OpenAIClient:
         sampling: SamplingSettings,
         max_new_tokens: int,
         sample: int,
-        on_tokens: OnTokens = lambda n: None,
+        on_tokens: OnTokens = lambda ids: None,
         key: str = "",
     ) -> Completion:
         output_ids: list[int] = []
@@ -73,7 +73,7 @@ class OpenAIClient:
                 new = _chunk_ids(chunk)
                 if new:
                     output_ids.extend(new)
-                    on_tokens(len(new))
+                    on_tokens(new)
                 if chunk.choices and chunk.choices[0].finish_reason:
                     finish_reason = chunk.choices[0].finish_reason
                 if chunk.usage is not None:

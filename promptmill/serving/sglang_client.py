@@ -54,7 +54,7 @@ class SGLangClient:
         sampling: SamplingSettings,
         max_new_tokens: int,
         sample: int,
-        on_tokens: OnTokens = lambda n: None,
+        on_tokens: OnTokens = lambda ids: None,
         key: str = "",
     ) -> Completion:
         self._check(input_ids)
@@ -197,7 +197,7 @@ class _Answer:
             ids = ids[before:]
         if ids:
             self.output_ids.extend(ids)
-            self._on_tokens(len(ids))
+            self._on_tokens(ids)
 
 
 def body_error(status: int, body: bytes) -> Exception:

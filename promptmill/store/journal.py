@@ -13,12 +13,13 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -31,11 +32,25 @@ CREATE TABLE IF NOT EXISTS answers (
     finish_reason TEXT NOT NULL, max_new_tokens INTEGER NOT NULL, body BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS answers_by_partition ON answers (partition, prompt_hash);
+CREATE TABLE IF NOT EXISTS partials (
+    prompt_hash TEXT NOT NULL, partition TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS partials_by_hash ON partials (prompt_hash);
 CREATE TABLE IF NOT EXISTS memory (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _UPSERT = "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)"
 _GROUP = 500
 _LOOK_S = 1.0
+
+
+class Piece(NamedTuple):
+    """Some output ids of an unfinished answer, from position `start` on; what stood there before is void."""
+
+    prompt_hash: str
+    partition: str
+    start: int
+    ids: Sequence[int]
+
 
 Job = tuple[Callable[[sqlite3.Connection], None], "Future[None]"]
 
@@ -117,7 +132,23 @@ class Journal:
             answer.max_new_tokens,
             orjson.dumps(asdict(answer)),
         )
-        return self._submit(lambda connection: _execute(connection, _UPSERT, row))
+
+        def write(connection: sqlite3.Connection) -> None:
+            _execute(connection, _UPSERT, row)
+            _execute(connection, "DELETE FROM partials WHERE prompt_hash = ?", row[:1])
+
+        return self._submit(write)
+
+    def put_partials(self, pieces: Sequence[Piece]) -> Future[None]:
+        """Resolves when the pieces of unfinished answers are durable; fails with StoreError."""
+        sql = "INSERT INTO partials VALUES (?, ?, ?, ?)"
+        rows = [(p.prompt_hash, p.partition, p.start, array("I", p.ids).tobytes()) for p in pieces]
+        return self._submit(lambda connection: _execute_many(connection, sql, rows))
+
+    def forget_partials(self, partition: str) -> Future[None]:
+        """Remove what nobody will go on from any more."""
+        sql = "DELETE FROM partials WHERE partition = ?"
+        return self._submit(lambda connection: _execute(connection, sql, (partition,)))
 
     def forget(self, answers: list[Answer]) -> None:
         """Remove answers that lie in a verified segment; returns when that is durable.
@@ -195,6 +226,16 @@ class JournalReader:
             rows = self._query(f"SELECT body FROM answers WHERE prompt_hash IN ({marks})", tuple(some))
             yield from (_answer(body) for (body,) in rows)
 
+    def partials(self, partition: str) -> dict[str, list[int]]:
+        """The output ids of unfinished answers; of two pieces for one place, the later one holds."""
+        sql = "SELECT prompt_hash, start, ids FROM partials WHERE partition = ? ORDER BY rowid"
+        joined: dict[str, array[int]] = {}
+        for prompt_hash, start, ids in self._query(sql, (partition,)):
+            answer = joined.setdefault(prompt_hash, array("I"))
+            if start <= len(answer):  # else a piece is missing before it
+                answer[start:] = array("I", ids)
+        return {prompt_hash: list(ids) for prompt_hash, ids in joined.items() if ids}
+
     def partitions(self) -> dict[str, int]:
         """Partitions with answers, and the bytes that each holds."""
         return dict(self._query("SELECT partition, SUM(LENGTH(body)) FROM answers GROUP BY partition"))
@@ -233,5 +274,5 @@ def _execute(connection: sqlite3.Connection, sql: str, row: tuple[Any, ...]) -> 
     connection.execute(sql, row)
 
 
-def _execute_many(connection: sqlite3.Connection, sql: str, rows: list[tuple[str, str, int]]) -> None:
+def _execute_many(connection: sqlite3.Connection, sql: str, rows: Sequence[tuple[Any, ...]]) -> None:
     connection.executemany(sql, rows)

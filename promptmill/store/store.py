@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from promptmill.errors import ConfigError
 from promptmill.prompts.manifest import read_keys
 from promptmill.settings import Profile
-from promptmill.store.journal import Journal, JournalLock, JournalReader
+from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
 from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.segments import Segments
 from promptmill.types import WORST_FIRST, Answer, Manifest, Status, Tally
@@ -107,6 +107,17 @@ class Store:
         future = self._journal.put(answer)
         future.add_done_callback(lambda done: None if done.exception() else self._learn_answer(answer))
         return future
+
+    def put_partials(self, pieces: Sequence[Piece]) -> Future[None]:
+        """Keep tokens of answers that are under way; an answer's own `put` removes its pieces."""
+        return self._journal.put_partials(pieces)
+
+    def partials(self, partition: str) -> dict[str, list[int]]:
+        """Output ids of the answers that were under way, by prompt hash."""
+        return self._reader.partials(partition)
+
+    def forget_partials(self, partition: str) -> None:
+        self._journal.forget_partials(partition)
 
     def lookup(self, hashes: Iterable[str]) -> dict[str, Answer]:
         """The answers to those of `hashes` that have one, the winning one each."""

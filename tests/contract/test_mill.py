@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from promptmill.errors import PromptmillError, ServerDied
 from promptmill.generation.mill import Finished, Lost, Mill
 from promptmill.model import Model
 from promptmill.profile import load_profile
-from promptmill.prompts.manifest import Preparation, prepare
+from promptmill.prompts.manifest import Preparation, prepare, read_keys
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
 from promptmill.store.store import Store
-from promptmill.types import Manifest, Tally
+from promptmill.types import Answer, Manifest, Tally
+from tests.helpers_store import until
 
 WAIT_S = 20.0
 Script = Callable[[int, list[int]], "str | int"]
@@ -50,6 +51,8 @@ source = "{folder}/b.jsonl"
 class Letters:
     """Renders a conversation as the code points of its text: enough of a ChatRenderer for the mill."""
 
+    end_ids = frozenset[int]()
+
     def render(self, messages: list[dict[str, Any]], tools: object) -> list[int]:
         return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
 
@@ -68,19 +71,24 @@ class Rogue:
 
     script: Script = lambda times, ids: "ok"
     asked: Counter[str] = field(default_factory=Counter)
+    went_on: Counter[str] = field(default_factory=Counter)
+    """Of these, how often with the first token of the answer, to go on from there."""
     url: str = ""
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         ids = (await request.json())["prompt"]
         text = "".join(map(chr, ids))
+        goes_on = text.endswith("O")
+        text = text.removesuffix("O")
         self.asked[text] += 1
+        self.went_on[text] += goes_on
         order = self.script(self.asked[text] - 1, ids)
         if isinstance(order, int):
             return web.json_response({"error": {"message": f"said {order}"}}, status=order)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for token, reason in ((111, None), (107, "stop")):
+        for token, reason in ((79, None), (107, "stop"))[goes_on:]:
             if token == 107 and order == "cut":
                 assert request.transport is not None
                 request.transport.abort()
@@ -128,10 +136,23 @@ class Bench:
     store: Store
     mill: Mill
     manifests: dict[str, Manifest]
+    closed: bool = False
 
     def attach(self, rogue: Rogue) -> None:
         facts = Facts("tiny", slots=4)
         self.mill.attach(Server("rogue", rogue.url, ""), facts)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.mill.close()
+            self.store.close()
+
+    def answers(self, partition: str) -> list[Answer]:
+        keys = [
+            key for samples in read_keys(self.manifests[partition]) for hashes in samples for key in hashes
+        ]
+        return list(self.store.lookup(keys).values())
 
     def generate(self) -> dict[str, Tally | BaseException]:
         """What every partition's `generate` gave, all asked at once."""
@@ -159,12 +180,12 @@ Make = Callable[..., Bench]
 def make(tmp_path: Path) -> Iterator[Make]:
     opened: list[Bench] = []
 
-    def build(a: list[Any], b: list[Any], **kwargs: Any) -> Bench:
+    def build(a: list[Any], b: list[Any], settings: Sequence[str] = (), **kwargs: Any) -> Bench:
         for name, rows in (("a", a), ("b", b)):
             lines = [json.dumps({"turns": row} if isinstance(row, list) else {"prompt": row}) for row in rows]
             (tmp_path / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         (tmp_path / "p.toml").write_text(PROFILE.format(folder=tmp_path), encoding="utf-8")
-        profile = load_profile(str(tmp_path / "p.toml"), environ={})
+        profile = load_profile(str(tmp_path / "p.toml"), settings, environ={})
         store = Store(profile)
         store.open("test")
         model, renderer = Model("tiny", "1", "tiny"), Letters()
@@ -182,8 +203,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield build
     for bench in opened:
-        bench.mill.close()
-        bench.store.close()
+        bench.close()
 
 
 def counts(result: Tally | BaseException) -> dict[str, int]:
@@ -207,7 +227,7 @@ def test_mill_asks_conversations_that_part_ways_after_the_same_first_turn(make: 
     results = bench.generate()
     assert counts(results["A"]) == {"rows": 2, "answered": 2}
     assert counts(results["B"]) == {"rows": 1, "answered": 1}
-    assert rogue.asked == {"uhello": 1, "uhelloaokuleft": 1, "uhelloaokuright": 1}
+    assert rogue.asked == {"uhello": 1, "uhelloaOkuleft": 1, "uhelloaOkuright": 1}
 
 
 def test_mill_goes_on_from_a_first_turn_that_another_row_had_answered(make: Make, rogue: Rogue) -> None:
@@ -216,7 +236,7 @@ def test_mill_goes_on_from_a_first_turn_that_another_row_had_answered(make: Make
     bench.attach(rogue)
     results = bench.generate()
     assert counts(results["A"]) == {"rows": 10, "answered": 10}
-    assert rogue.asked["uhello"] == rogue.asked["uhelloaokuright"] == 1
+    assert rogue.asked["uhello"] == rogue.asked["uhelloaOkuright"] == 1
 
 
 def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: Rogue, fast: None) -> None:
@@ -229,6 +249,7 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     assert counts(results["A"]) == {"rows": 3, "answered": 2, "failed": 1}
     asked = {text: times for text, times in rogue.asked.items() if len(text) == 2}  # without the canary
     assert asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
+    assert rogue.went_on["ux"] == rogue.went_on["uy"] == 2
 
 
 def test_mill_never_repeats_what_the_server_refuses(make: Make, rogue: Rogue) -> None:
@@ -296,6 +317,57 @@ def test_mill_loses_a_silent_server_and_goes_on_with_the_next(make: Make, rogue:
     bench.attach(rogue)
     assert counts(bench.mill.generate("A")) == {"rows": 2, "answered": 2}
     assert rogue.asked == {"ux": 2, "uy": 1, "uz": 1}
+    (answer,) = (a for a in bench.answers("A") if a.resumed_tokens)
+    assert (answer.content, answer.output_ids, answer.resumed_tokens) == ("Ok", [79, 107], 1)
+
+
+def test_next_run_goes_on_from_the_tokens_that_were_kept(
+    make: Make, rogue: Rogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client is gone in the middle of an answer: what was flushed is not asked for again."""
+    monkeypatch.setattr("promptmill.generation.loop._FLUSH_S", 0.05)
+    rogue.script = lambda times, ids: "hang" if times == 0 and ids[1] == ord("x") else "ok"
+    first = make(["x"], ["z"])
+    first.attach(rogue)
+    waiting = threading.Thread(target=first.generate)
+    waiting.start()
+    until(lambda: first.store.partials("A"), WAIT_S, "a kept token")
+    kept = first.store.partials("A")
+    first.close()
+    waiting.join(WAIT_S)
+    second = make(["x"], ["z"])
+    assert second.store.partials("A") == kept
+    second.attach(rogue)
+    assert counts(second.generate()["A"]) == {"rows": 1, "answered": 1}
+    assert rogue.went_on["ux"] == 1
+    (answer,) = second.answers("A")
+    assert (answer.content, answer.resumed_tokens) == ("Ok", 1)
+    until(lambda: not second.store.partials("A"), WAIT_S, "nothing kept of what is answered")
+
+
+def test_prompt_refused_with_the_tokens_it_had_is_asked_without_them(
+    make: Make, rogue: Rogue, fast: None
+) -> None:
+    def script(times: int, ids: list[int]) -> str | int:
+        if ids[1] != ord("x"):
+            return "ok"
+        return 400 if ids[-1] == ord("O") else "cut" if times == 0 else "ok"
+
+    rogue.script = script
+    bench = make(["x"], ["z"])
+    bench.attach(rogue)
+    assert counts(bench.generate()["A"]) == {"rows": 1, "answered": 1}
+    (answer,) = bench.answers("A")
+    assert (answer.content, answer.resumed_tokens, rogue.asked["ux"]) == ("Ok", 0, 3)
+
+
+def test_answer_that_cannot_be_continued_starts_over(make: Make, rogue: Rogue, fast: None) -> None:
+    rogue.script = lambda times, ids: "cut" if times == 0 and ids[1] == ord("x") else "ok"
+    bench = make(["x"], ["z"], settings=["sampling.frequency_penalty=0.5"])
+    bench.attach(rogue)
+    assert counts(bench.generate()["A"]) == {"rows": 1, "answered": 1}
+    assert (rogue.asked["ux"], rogue.went_on["ux"]) == (2, 0)
+    assert bench.store.partials("A") == {}
 
 
 def test_mill_stopped_finishes_what_is_in_flight_and_leaves_the_rest_pending(

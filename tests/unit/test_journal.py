@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from promptmill.errors import LockHeld, StoreError
-from promptmill.store.journal import Journal, JournalLock, JournalReader
+from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
 from promptmill.types import Answer
 from tests.helpers_store import answer, cut, end, sha, start_python
 
@@ -50,6 +50,23 @@ def on_connect(monkeypatch: pytest.MonkeyPatch, action: Connected) -> None:
 def stored(path: Path, partition: str = "P") -> dict[str, Answer]:
     """What a connection of its own finds."""
     return {a.prompt_hash: a for a in JournalReader(path).answers(partition)}
+
+
+def test_partials_are_joined_in_order_until_the_answer_is_there(journal: Journal, path: Path) -> None:
+    reader = JournalReader(path)
+    journal.put_partials([Piece("a", "P", 0, [1, 2]), Piece("b", "P", 0, [7])]).result(WAIT_S)
+    journal.put_partials([Piece("a", "P", 2, [3]), Piece("c", "Q", 0, [9])]).result(WAIT_S)
+    assert reader.partials("P") == {"a": [1, 2, 3], "b": [7]}
+    journal.put(answer("a")).result(WAIT_S)
+    assert reader.partials("P") == {"b": [7]}
+    journal.forget_partials("P").result(WAIT_S)
+    assert (reader.partials("P"), reader.partials("Q")) == ({}, {"c": [9]})
+
+
+def test_later_piece_for_a_place_holds_and_one_behind_a_gap_does_not(journal: Journal, path: Path) -> None:
+    pieces = [Piece("a", "P", 0, [1, 2, 3]), Piece("a", "P", 1, [8]), Piece("b", "P", 2, [5])]
+    journal.put_partials([*pieces, Piece("c", "P", 0, [4]), Piece("c", "P", 0, [])]).result(WAIT_S)
+    assert JournalReader(path).partials("P") == {"a": [1, 8]}
 
 
 def test_put_is_read_whole_by_another_connection_once_it_resolves(journal: Journal, path: Path) -> None:
