@@ -176,7 +176,7 @@ def test_port_taken_while_it_starts_is_no_server_of_ours(
 
 def test_generate_streams_what_the_unstreamed_call_returns(live: Running) -> None:
     ids = live.ids("What is the capital of France?")
-    groups: list[int] = []
+    groups: list[list[int]] = []
 
     async def work(client: SGLangClient) -> Any:
         return await client.complete(ids, GREEDY, 70, 0, groups.append, "ab" * 32)
@@ -187,9 +187,23 @@ def test_generate_streams_what_the_unstreamed_call_returns(live: Running) -> Non
     assert plain["meta_info"]["finish_reason"]["type"] == streamed.finish_reason
     assert plain["output_ids"] == streamed.output_ids
     assert plain["meta_info"]["completion_tokens"] == len(streamed.output_ids)
-    assert groups[0] == 1
-    assert sum(groups) == len(streamed.output_ids)
-    assert all(n <= 32 for n in groups)
+    assert [token for group in groups for token in group] == streamed.output_ids
+    assert len(groups[0]) == 1
+    assert all(len(group) <= 32 for group in groups)
+
+
+@pytest.mark.parametrize("kept", [1, 20, 41])
+def test_answer_goes_on_from_its_own_tokens(kept: int, live: Running) -> None:
+    """Ids are joined; in float32 (and in the simulator) the whole is what one request gives."""
+    ids = live.ids("What is the capital of France?")
+
+    async def work(client: SGLangClient) -> tuple[list[int], list[int]]:
+        whole = (await client.complete(ids, GREEDY, 64, 0)).output_ids
+        rest = (await client.complete([*ids, *whole[:kept]], GREEDY, 64 - kept, 0)).output_ids
+        return whole, [*whole[:kept], *rest]
+
+    whole, joined = ask(live, work)
+    assert joined == whole
 
 
 def test_cut_at_the_cap_is_a_length(live: Running) -> None:
@@ -260,7 +274,7 @@ def test_duplicate_request_id_is_not_the_rows_fault(live: Running) -> None:
 def test_abort_returns_what_there_is_and_is_no_answer(live: Running) -> None:
     async def work(client: SGLangClient) -> Any:
         first = asyncio.Event()
-        request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1500, 0, lambda n: first.set()))
+        request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1500, 0, lambda ids: first.set()))
         await first.wait()
         await asyncio.to_thread(abort_all, live)
         await request
@@ -289,7 +303,7 @@ def test_abort_is_by_prefix_of_a_request_that_is_known(live: Running) -> None:
 def test_request_that_is_given_up_is_aborted_on_the_server(live: Running) -> None:
     async def work(client: SGLangClient) -> None:
         first = asyncio.Event()
-        request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1500, 0, lambda n: first.set()))
+        request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1500, 0, lambda ids: first.set()))
         await first.wait()
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
@@ -347,7 +361,7 @@ def test_stop_with_requests_in_flight_is_quick_and_leaves_nothing(engine: Engine
         assert config and not any(path.exists() for path in config)
 
 
-def test_dead_scheduler_is_seen_and_its_open_stream_is_no_answer(engine: Engine, tmp_path: Path) -> None:
+def test_dead_scheduler_is_seen_and_its_open_stream_goes_on(engine: Engine, tmp_path: Path) -> None:
     with running(engine.write_profile(tmp_path)) as live:
         died_at = 0.0
 
@@ -356,11 +370,17 @@ def test_dead_scheduler_is_seen_and_its_open_stream_is_no_answer(engine: Engine,
             died_at = time.monotonic()
             live.server._schedulers[0].send_signal(signal.SIGKILL)
 
+        kept: list[int] = []
+
         async def work(client: SGLangClient) -> None:
             first = asyncio.Event()
-            request = asyncio.create_task(
-                client.complete([1, 2, 300], GREEDY, 1900, 0, lambda n: first.set())
-            )
+
+            def take(ids: list[int]) -> None:
+                kept.extend(ids)
+                if len(kept) > live.profile.server.stream_interval:
+                    first.set()
+
+            request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1900, 0, take))
             await first.wait()
             await asyncio.to_thread(kill)
             while not live.server.scheduler_lost():
@@ -376,6 +396,14 @@ def test_dead_scheduler_is_seen_and_its_open_stream_is_no_answer(engine: Engine,
         (again,) = live.supervisor.launch()
         facts = live.supervisor.pass_gate(again, 128)
         assert facts.kv_tokens == live.facts.kv_tokens
+        live.server = again
+
+        async def go_on(client: SGLangClient) -> tuple[list[int], list[int]]:
+            whole = (await client.complete([1, 2, 300], GREEDY, len(kept) + 30, 0)).output_ids
+            return whole, (await client.complete([1, 2, 300, *kept], GREEDY, 30, 0)).output_ids
+
+        whole, rest = ask(live, go_on)
+        assert [*kept, *rest] == whole
 
 
 def test_too_little_memory_at_the_start_is_answered_by_stepping_up(engine: Engine, tmp_path: Path) -> None:
