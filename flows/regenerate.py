@@ -18,7 +18,7 @@ from promptmill.types import Manifest
 from tasks.generation import generate_partition
 from tasks.prompts import prepare_partition
 from tasks.publishing import publish_dataset
-from tasks.reporting import ProgressBars, in_prefect, show_lives, show_report
+from tasks.reporting import LiveFigures, in_prefect, show_lives, show_report
 from tasks.server import diagnose_server, health_gate, launch_server
 
 # A partition's task waits in a thread of its own while the flow's thread looks after the server.
@@ -89,7 +89,7 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
             ).submit(run, mill, manifest)
             for manifest in manifests
         ]
-        bars = ProgressBars(mill)
+        bars = LiveFigures(mill)
         while mill.needs_server():
             ended = _serve(run, mill, manifests, bars)
             if isinstance(ended, Finished):
@@ -112,7 +112,7 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
 
 
 def _serve(
-    run: Run, mill: Mill, manifests: list[Manifest], bars: ProgressBars
+    run: Run, mill: Mill, manifests: list[Manifest], bars: LiveFigures
 ) -> Lost | Finished | LaunchFailed:
     """One life: launched, let through the gate, and waited for until it is lost or nothing is left to do."""
     longest = run.longest_request_tokens(manifests)

@@ -88,10 +88,9 @@ class _Bars:
         for part in figures.partitions:
             note = f"{part.in_flight} in flight, {part.tokens:,} tokens"
             self._update(part.partition, part.total, part.done, note)
-        left = "" if figures.seconds_left is None else f", {events.duration(figures.seconds_left)} left"
         total = sum(p.total for p in figures.partitions)
         done = sum(p.done for p in figures.partitions)
-        self._update("all", total, done, f"{figures.tokens_per_s:,.0f} tokens/s{left}")
+        self._update("all", total, done, figures.pace)
 
     def _update(self, name: str, total: int, done: int, note: str) -> None:
         if name not in self._tasks:

@@ -150,24 +150,61 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """One server, now. None is what it does not tell."""
+
+    server: str
+    in_flight: int
+    window: int
+    """Requests that it is given at a time."""
+    queued: int | None = None
+    kv_use: float | None = None
+    """Share of its KV tokens that is in use."""
+
+
+@dataclass(frozen=True, slots=True)
 class Figures(Event):
     """The whole mill, now. Sent about once a second while it runs."""
 
     partitions: list[Progress]
+    servers: list[Serving]
     tokens_per_s: float
+    answers_per_s: float
     seconds_left: float | None
-    in_flight: int
+    gpus: int = 0
+    """GPUs of the servers that tell; 0: none does."""
+    retractions: int = 0
+    """Times that a server sent a running request back to its queue, for want of KV tokens."""
     resumed_tokens: int = 0
     """Tokens that broken streams had given and that were not made again."""
     refilled_tokens: int = 0
     """Prompt and output tokens that were prefilled again for that."""
 
+    @property
+    def in_flight(self) -> int:
+        return sum(server.in_flight for server in self.servers)
+
+    @property
+    def tokens_per_gpu_hour(self) -> float | None:
+        return self.tokens_per_s * 3600 / self.gpus if self.gpus else None
+
     def __str__(self) -> str:
         done = sum(p.done for p in self.partitions)
         total = sum(p.total for p in self.partitions)
-        left = "" if self.seconds_left is None else f", about {duration(self.seconds_left)} left"
-        pace = f"{self.tokens_per_s:,.0f} tokens/s, {self.in_flight} in flight"
-        return f"{done:,} of {total:,} answered, {pace}{left}"
+        return f"{done:,} of {total:,} answered, {self.pace}"
+
+    @property
+    def pace(self) -> str:
+        """How fast, how full and how long, as far as it is known."""
+        parts = [f"{self.tokens_per_s:,.0f} tokens/s", f"{self.answers_per_s:.1f} answers/s"]
+        parts += [f"{self.in_flight} of {sum(server.window for server in self.servers)} in flight"]
+        if queued := [server.queued for server in self.servers if server.queued is not None]:
+            parts += [f"{sum(queued)} queued"]
+        if uses := [server.kv_use for server in self.servers if server.kv_use is not None]:
+            parts += [f"KV {max(uses):.0%}"]
+        if self.seconds_left is not None:
+            parts += [f"about {duration(self.seconds_left)} left"]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

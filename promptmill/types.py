@@ -141,6 +141,8 @@ class Completion:
     output_ids: list[int]
     finish_reason: str
     prompt_tokens: int
+    retractions: int = 0
+    """Times that the server sent it back to its queue, where it tells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from promptmill.run import Run
 from promptmill.types import Tally
 
 _EVERY_S = 3.0
+_FIGURES_S = 60.0
 
 
 @contextmanager
@@ -62,21 +63,27 @@ def in_prefect() -> Iterator[None]:
         yield
 
 
-class ProgressBars:
-    """One progress artifact a partition, brought up to date every few seconds at most."""
+class LiveFigures:
+    """What runs now: a progress artifact a partition every few seconds, the figures every minute, at most."""
 
     def __init__(self, mill: Mill) -> None:
         self._mill = mill
         self._bars: dict[str, UUID] = {}
         self._shown: dict[str, float] = {}
-        self._last = 0.0
+        self._last = self._last_figures = 0.0
 
     def update(self, always: bool = False) -> None:
         now = time.monotonic()
         if not always and now - self._last < _EVERY_S:
             return
         self._last = now
-        for part in self._mill.figures().partitions:
+        figures = self._mill.figures()
+        if always or now - self._last_figures >= _FIGURES_S:
+            self._last_figures = now
+            create_markdown_artifact(
+                key="figures", markdown=_figures(figures), description="The pace and what has gone wrong."
+            )
+        for part in figures.partitions:
             percent = 100.0 * part.done / part.total if part.total else 100.0
             if part.partition not in self._bars:
                 artifact = create_progress_artifact(
@@ -123,6 +130,30 @@ def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | N
             link_text=release.revision,
             description="The folder to give to datasets.load_dataset(folder, view).",
         )
+
+
+def _figures(figures: events.Figures) -> str:
+    """As Markdown, with a table of the servers."""
+    per_gpu = figures.tokens_per_gpu_hour
+    facts = [
+        figures.pace,
+        f"{per_gpu:,.0f} tokens a GPU-hour on {figures.gpus} GPUs" if per_gpu is not None else "",
+        f"{figures.retractions:,} retractions for want of KV tokens" if figures.retractions else "",
+        f"{figures.resumed_tokens:,} tokens of broken streams were not made again, for "
+        f"{figures.refilled_tokens:,} prefilled again"
+        if figures.resumed_tokens
+        else "",
+    ]
+    rows = [
+        f"| {s.server} | {s.in_flight} of {s.window} | {_shown(s.queued, 'd')} | {_shown(s.kv_use, '.0%')} |"
+        for s in figures.servers
+    ]
+    table = ["| server | in flight | queued | KV in use |", "|---|---|---|---|", *rows]
+    return "\n".join([*(f"- {fact}" for fact in facts if fact), "", *(table if rows else [])])
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _emit(event: str, kind: str, name: str, **payload: str) -> None:

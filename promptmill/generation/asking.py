@@ -57,8 +57,9 @@ class Asking:
         meter: Meter,
         changed: Callable[[], None],
         fail: Callable[[PromptmillError], None],
+        go_on: Callable[[Prompt, Replica], None],
     ) -> None:
-        """`changed` tells that something may be sent now, `fail` ends the run."""
+        """`changed` tells that something may be sent now, `fail` ends the run, `go_on` asks a next turn."""
         self._store = store
         self._recorder = recorder
         self._picker = picker
@@ -66,6 +67,7 @@ class Asking:
         self._meter = meter
         self._changed = changed
         self._fail = fail
+        self._go_on = go_on
         self._streams: set[_Stream] = set()
         self._kept: Future[None] = Future()
         """Of the pieces that were handed to the journal last; it writes in order."""
@@ -173,8 +175,9 @@ class Asking:
         if not await self._record(prompt, answer):
             return
         replica.answers += 1
+        self._meter.retractions += completion.retractions
         if following := part.maker.following(prompt, answer):
-            self._picker.put_ahead(following)
+            self._go_on(following, replica)
 
     async def _rejected(self, prompt: Prompt, replica: Replica, error: PromptRejected) -> None:
         """A prompt that is refused with the tokens that it had is asked once more without them."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from promptmill.events import Figures, Progress
+from promptmill.events import Figures, Progress, Serving
 
 _WINDOW_S = 15.0
 
@@ -31,7 +32,8 @@ class Meter:
     counters: dict[str, Counter] = field(default_factory=dict)
     resumed_tokens: int = 0
     refilled_tokens: int = 0
-    _ticks: deque[tuple[float, int]] = field(default_factory=deque)
+    retractions: int = 0
+    _ticks: deque[tuple[float, int, int]] = field(default_factory=deque)
     _answers_here: int = 0
     _serving_s: float = 0.0
     _last_tick: float | None = None
@@ -49,24 +51,27 @@ class Meter:
         counter.total -= turns_left
         self._answers_here += 1
 
-    def figures(self, now: float) -> Figures:
+    def figures(self, now: float, servers: Sequence[Serving] = (), gpus: int = 0) -> Figures:
         """The figures at `now`; call it about once a second."""
         tokens = sum(c.tokens for c in self.counters.values())
-        in_flight = sum(c.in_flight for c in self.counters.values())
-        if in_flight and self._last_tick is not None:
+        if self._last_tick is not None and any(c.in_flight for c in self.counters.values()):
             self._serving_s += now - self._last_tick
         self._last_tick = now
-        self._ticks.append((now, tokens))
+        self._ticks.append((now, tokens, self._answers_here))
         while now - self._ticks[0][0] > _WINDOW_S:
             self._ticks.popleft()
-        then, before = self._ticks[0]
+        then, tokens_then, answers_then = self._ticks[0]
+        seconds = now - then
         return Figures(
             partitions=[
                 Progress(name, c.total, c.done, c.in_flight, c.tokens) for name, c in self.counters.items()
             ],
-            tokens_per_s=(tokens - before) / (now - then) if now > then else 0.0,
+            servers=list(servers),
+            tokens_per_s=(tokens - tokens_then) / seconds if seconds > 0 else 0.0,
+            answers_per_s=(self._answers_here - answers_then) / seconds if seconds > 0 else 0.0,
             seconds_left=self._seconds_left(),
-            in_flight=in_flight,
+            gpus=gpus,
+            retractions=self.retractions,
             resumed_tokens=self.resumed_tokens,
             refilled_tokens=self.refilled_tokens,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -134,7 +133,7 @@ class Mill:
         return {replica.server.name: replica.answers for replica in list(self._loop.replicas)}
 
     def figures(self) -> events.Figures:
-        return self._loop.meter.figures(time.monotonic())
+        return self._loop.figures()
 
     def _main(self) -> None:
         try:

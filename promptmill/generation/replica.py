@@ -7,7 +7,8 @@ import time
 from contextlib import suppress
 
 from promptmill.errors import ServerError
-from promptmill.serving.client import Client, ConnectionRefused
+from promptmill.events import Serving
+from promptmill.serving.client import Client, ConnectionRefused, Load
 from promptmill.serving.facts import Facts
 from promptmill.serving.liveness import Limits, Liveness, Loss
 from promptmill.serving.server import Server
@@ -34,6 +35,9 @@ class Replica:
         self._token_at = self._sick_at = 0.0
         self.window = min(settings.max_in_flight, facts.slots or settings.max_in_flight)
         self.kv_dtype = facts.kv_dtype or ""
+        self.gpus = facts.gpus or 0
+        self._capacity_tokens = facts.capacity_tokens
+        self._load: Load | None = None
         self.answers = 0
         self.tasks: set[asyncio.Task[None]] = set()
         """Requests in flight."""
@@ -49,8 +53,12 @@ class Replica:
         self._poll_soon = asyncio.Event()
 
     def has_room(self) -> bool:
-        free = len(self.tasks) < self.window and not self.paused and not self._gone.is_set()
-        return free and not self._liveness.refusing
+        return len(self.tasks) < self.window and self.is_open
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests at all, for now."""
+        return not self.paused and not self._gone.is_set() and not self._liveness.refusing
 
     @property
     def paused(self) -> bool:
@@ -60,6 +68,11 @@ class Replica:
     def fill(self) -> float:
         """Share of the window that is in use."""
         return len(self.tasks) / self.window
+
+    def figures(self) -> Serving:
+        load, capacity = self._load or Load(), self._capacity_tokens
+        kv_use = load.used_tokens / capacity if load.used_tokens is not None and capacity else None
+        return Serving(self.server.name, len(self.tasks), self.window, load.queued, kv_use)
 
     def add(self, task: asyncio.Task[None]) -> None:
         self._liveness.sent(time.monotonic())
@@ -147,6 +160,7 @@ class Replica:
                 continue  # too busy to answer, or cut off: neither life nor death
             else:
                 self._answered_at = time.monotonic()
+                self._load = load
                 self._liveness.polled(load, self._answered_at)
 
     def _loss(self) -> Loss | None:

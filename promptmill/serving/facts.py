@@ -16,6 +16,10 @@ class Facts:
     context_tokens: int | None = None
     """Room for one prompt and its answer."""
     kv_tokens: int | None = None
+    """KV tokens of one data-parallel rank: a request lies in one."""
+    capacity_tokens: int | None = None
+    """KV tokens of all ranks."""
+    gpus: int | None = None
     headroom_gib: float | None = None
     """GPU memory that was left when it was ready, on the fullest GPU."""
     version: str | None = None

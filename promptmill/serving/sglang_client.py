@@ -188,7 +188,9 @@ class _Answer:
             raise status_error(int(status), words) if status else ServerBusy(f"aborted: {words}")
         if finish["type"] not in ("stop", "length"):
             raise ServerError(f"the answer ended with {finish}")
-        return Completion(self.output_ids, str(finish["type"]), int(self._meta["prompt_tokens"]))
+        retractions = int(self._meta.get("num_retractions") or 0)
+        prompt_tokens = int(self._meta["prompt_tokens"])
+        return Completion(self.output_ids, str(finish["type"]), prompt_tokens, retractions)
 
     def _add(self, ids: list[int]) -> None:
         """Events carry what is new, or everything so far without --incremental-streaming-output."""

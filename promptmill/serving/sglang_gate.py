@@ -183,11 +183,16 @@ def _facts(name: str, info: dict[str, Any], max_model_len: int | None, start: St
     context = min((n for n in (max_model_len or log.context_tokens, kv_tokens) if n), default=None)
     dtype = log.kv_dtype if info.get("kv_cache_dtype") in (None, "auto") else info["kv_cache_dtype"]
     per_rank = states[0].get("effective_max_running_requests_per_dp")
+    ranks = info.get("dp_size") or 1
+    # With attention in data parallel, the ranks are the same GPUs as those in tensor parallel.
+    copies = 1 if info.get("enable_dp_attention") else ranks
     return Facts(
         served_model_name=name,
-        slots=per_rank * (info.get("dp_size") or 1) if per_rank else log.max_running_requests,
+        slots=per_rank * ranks if per_rank else log.max_running_requests,
         context_tokens=context - KEPT_FREE if context else None,
         kv_tokens=kv_tokens,
+        capacity_tokens=kv_tokens * ranks if kv_tokens else None,
+        gpus=info["tp_size"] * (info.get("pp_size") or 1) * copies if info.get("tp_size") else None,
         headroom_gib=log.headroom_gib,
         version=info.get("version"),
         kv_dtype=str(dtype).removeprefix("torch.") if dtype else None,

@@ -7,6 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,8 @@ class Rogue:
         return response
 
 
-@pytest.fixture
-def rogue() -> Iterator[Rogue]:
-    server = Rogue()
+@contextmanager
+def serving(server: Rogue) -> Iterator[Rogue]:
     loop = asyncio.new_event_loop()
     ready = threading.Event()
 
@@ -126,6 +126,12 @@ def rogue() -> Iterator[Rogue]:
     loop.call_soon_threadsafe(server.over.set)
     thread.join(WAIT_S)
     loop.close()
+
+
+@pytest.fixture
+def rogue() -> Iterator[Rogue]:
+    with serving(Rogue()) as server:
+        yield server
 
 
 @dataclass
@@ -228,6 +234,20 @@ def test_mill_asks_conversations_that_part_ways_after_the_same_first_turn(make: 
     assert counts(results["A"]) == {"rows": 2, "answered": 2}
     assert counts(results["B"]) == {"rows": 1, "answered": 1}
     assert rogue.asked == {"uhello": 1, "uhelloaOkuleft": 1, "uhelloaOkuright": 1}
+
+
+def test_next_turn_goes_to_the_server_that_has_the_conversation_in_its_cache(
+    make: Make, rogue: Rogue
+) -> None:
+    bench = make([[f"first {n}", "then", "last"] for n in range(20)], [])
+    with serving(Rogue()) as other:
+        bench.attach(rogue)
+        bench.attach(other)
+        assert counts(bench.generate()["A"]) == {"rows": 20, "answered": 20}
+        for server in (rogue, other):
+            first = {text for text in server.asked if "then" not in text}
+            assert len(first) > 2
+            assert sum(server.asked.values()) == 3 * len(first)
 
 
 def test_mill_goes_on_from_a_first_turn_that_another_row_had_answered(make: Make, rogue: Rogue) -> None:
