@@ -199,6 +199,9 @@ class PartitionSettings(Section):
     columns: ColumnSettings = ColumnSettings()
     length_class: str = Field(default="short", alias="class")
     """A name under [classes]."""
+    weight: float = Field(default=1.0, gt=0)
+    """All partitions are sent in step, by the share of each that is done. One of weight 2 goes at twice the
+    pace of the others until it is through."""
     mode: Literal["last_turn", "rollout"] | None = None
     """`last_turn` answers the conversation as it stands, without a final assistant turn; `rollout` answers
     every turn anew on its own history. Default: rollout for `turns`, else last_turn."""

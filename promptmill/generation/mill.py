@@ -344,7 +344,7 @@ class Mill:
         replica.answers += 1
         self._maybe_chaos(replica)
         if following := part.maker.following(prompt, answer):
-            self._picker.put_ahead(following)
+            self._picker.put_ahead(following, again=False)
 
     async def _give_up(self, prompt: Prompt, part: _Partition, why: str, replica: Replica) -> None:
         await self._record(prompt, part, self._recorder.failed(prompt, why, replica.server.name))
@@ -473,7 +473,14 @@ class Mill:
         fresh = self._count(part)
         counter = self._meter.counters[name]
         counter.total, counter.done = fresh.total, fresh.done
-        self._picker.add(name, part.maker.pending(), fresh.total - fresh.done, part.length_class, part.cap)
+        self._picker.add(
+            name,
+            part.maker.pending(),
+            fresh.total - fresh.done,
+            part.length_class,
+            part.cap,
+            self._profile.partition(name).weight,
+        )
 
     async def _settle(self) -> None:
         """Finish the partitions that have nothing left to send and nothing in flight."""
