@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from promptmill.errors import PromptmillError
+from promptmill.generation.window import LARGEST
 from promptmill.model import resolve_model
 from promptmill.run import Run, RunRequest, check_places, check_request
 from promptmill.serving import command
@@ -148,15 +149,15 @@ def _places(profile: Profile) -> Iterator[Finding]:
 
 
 def _host(profile: Profile) -> Iterator[Finding]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = profile.server.max_in_flight * max(1, len(profile.server.urls)) + _FILES_BESIDE
-    if soft < wanted:
-        raise_it = f"raise it to {wanted} (ulimit -n)"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a run raises its soft limit to this
+    wanted = (profile.server.max_in_flight or LARGEST) * max(1, len(profile.server.urls)) + _FILES_BESIDE
+    if 0 <= most < wanted:
+        raise_it = f"raise it to {wanted} (ulimit -Hn)"
         yield Finding(
-            "wrong", "descriptors", f"{soft} files may be open, this run wants {wanted}: {raise_it}"
+            "wrong", "descriptors", f"{most} files may be open, this run wants {wanted}: {raise_it}"
         )
     else:
-        yield Finding("ok", "descriptors", f"{soft:,} files may be open")
+        yield Finding("ok", "descriptors", "enough files may be open")
     if proxies := urllib.request.getproxies():
         yield Finding("ok", "proxies", f"{', '.join(sorted(proxies))} set; not used towards model servers")
     if _SHARED_MEMORY.exists() and profile.server.engine == "sglang" and not profile.server.urls:

@@ -10,6 +10,7 @@ works on the same store.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.store import Store, check_disk
 from promptmill.types import Manifest, Tally
 
+_FILES = 65_536
 _REDO_SHARE = 0.05
 
 
@@ -66,6 +68,7 @@ class Run:
     def open(cls, profile: Profile, request: RunRequest, note: str) -> Iterator[Run]:
         """Hold the store's lock and whatever servers are launched, until the block ends."""
         check(profile, request)
+        _raise_file_limit()
         run = cls.read(profile, request)
         run.store.open(note)
         try:
@@ -220,6 +223,14 @@ def check_places(profile: Profile) -> None:
             folder.probe()
         except StoreError as error:
             raise ConfigError(str(error)) from None
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file: the usual soft limit of 1,024 is less than a few servers' windows."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if most == resource.RLIM_INFINITY else min(_FILES, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def run_note(profile_name: str) -> str:

@@ -79,8 +79,9 @@ class ServerSettings(Section):
     """Free GPU memory that a start must leave, where the server reports it."""
     max_relaunches: int = Field(default=8, ge=0)
     """Relaunches in one run before it gives up."""
-    max_in_flight: int = Field(default=32, ge=1)
-    """Requests in flight on one server; the embedded engine takes as many as it has slots."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Requests in flight on one server, at most. Empty: as many as keep SGLang's own queue short and never
+    empty (by its load, every few seconds); the embedded engine's slots; 32 for others."""
     stream_interval: int = Field(default=32, ge=1)
     """Tokens in one event of SGLang's streams; at most one less is lost when a server dies."""
     accept_rendering_difference: bool = False
@@ -199,6 +200,9 @@ class PartitionSettings(Section):
     columns: ColumnSettings = ColumnSettings()
     length_class: str = Field(default="short", alias="class")
     """A name under [classes]."""
+    weight: float = Field(default=1.0, gt=0)
+    """All partitions are sent in step, by the share of each that is done. One of weight 2 goes at twice the
+    pace of the others until it is through."""
     mode: Literal["last_turn", "rollout"] | None = None
     """`last_turn` answers the conversation as it stands, without a final assistant turn; `rollout` answers
     every turn anew on its own history. Default: rollout for `turns`, else last_turn."""

@@ -18,6 +18,7 @@ from promptmill.generation.prompts import Recorder
 from promptmill.generation.replica import Replica
 from promptmill.generation.resume import is_resumable
 from promptmill.generation.suspects import Suspects
+from promptmill.generation.window import RequestSizes
 from promptmill.store.journal import Piece
 from promptmill.store.store import Store, goes_on
 from promptmill.types import Answer, Completion, Prompt
@@ -53,6 +54,7 @@ class Asking:
         store: Store,
         recorder: Recorder,
         picker: Picker,
+        sizes: RequestSizes,
         suspects: Suspects,
         meter: Meter,
         changed: Callable[[], None],
@@ -63,6 +65,7 @@ class Asking:
         self._store = store
         self._recorder = recorder
         self._picker = picker
+        self._sizes = sizes
         self._suspects = suspects
         self._meter = meter
         self._changed = changed
@@ -176,6 +179,8 @@ class Asking:
             return
         replica.answers += 1
         self._meter.retractions += completion.retractions
+        self._picker.finished(prompt.partition, answer.completion_tokens)
+        self._sizes.finished(answer.prompt_tokens, answer.completion_tokens)
         if following := part.maker.following(prompt, answer):
             self._go_on(following, replica)
 

@@ -25,6 +25,7 @@ from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import Recorder
 from promptmill.generation.replica import Replica
 from promptmill.generation.suspects import Suspects
+from promptmill.generation.window import RequestSizes
 from promptmill.model import Model
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
@@ -35,6 +36,8 @@ from promptmill.settings import Profile
 from promptmill.store.store import SEAL_BYTES, Store
 from promptmill.types import Manifest, Prompt, Tally
 
+_MEANS = "mean_outputs"
+"""Remembered from run to run: output tokens of an answer, by partition."""
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
@@ -80,13 +83,15 @@ class Loop:
         self._partitions = {
             m.partition: make_partition(profile, store, m, renderer, retry_failed) for m in manifests
         }
-        self._picker = Picker()
+        self._picker = Picker(store.recall(_MEANS))
+        self._sizes = RequestSizes()
         self._suspects = Suspects()
         self._wake = asyncio.Event()
         self._asking = Asking(
             store,
             Recorder(renderer, model),
             self._picker,
+            self._sizes,
             self._suspects,
             self.meter,
             self._wake.set,
@@ -128,6 +133,7 @@ class Loop:
             for replica in self.replicas:
                 replica.close()
         try:
+            await asyncio.to_thread(self._store.remember, _MEANS, self._picker.mean_outputs())
             await asyncio.to_thread(self._store.seal_all)
         except StoreError as error:
             events.tell(events.Notice(f"answers stay in the journal for now: {error}"))
@@ -169,9 +175,17 @@ class Loop:
     def _send(self, prompt: Prompt, replica: Replica) -> None:
         part = self._partitions[prompt.partition]
         self._count_in_flight(part, prompt, +1)
-        task = self._group.create_task(self._asking.one(prompt, part, replica))
+        task = self._group.create_task(self._ask(prompt, part, replica))
         replica.add(task)
-        task.add_done_callback(lambda _: self._sent(prompt, part, replica, task))
+        task.add_done_callback(lambda task: self._never_began(prompt, part, replica, task))
+
+    async def _ask(self, prompt: Prompt, part: Partition, replica: Replica) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._asking.one(prompt, part, replica)
+        finally:  # in one step with putting it back, or it would be skipped as one that is under way
+            self._sent(prompt, part, replica, task)
 
     def _sent(self, prompt: Prompt, part: Partition, replica: Replica, task: asyncio.Task[None]) -> None:
         replica.remove(task)
@@ -179,13 +193,22 @@ class Loop:
         self._maybe_chaos(replica)
         self._wake.set()
 
+    def _never_began(
+        self, prompt: Prompt, part: Partition, replica: Replica, task: asyncio.Task[None]
+    ) -> None:
+        """A task that was cancelled before its first step has not put its prompt back."""
+        if task in replica.tasks:
+            self._picker.put_ahead(prompt)
+            self._sent(prompt, part, replica, task)
+
     def _go_on(self, prompt: Prompt, replica: Replica) -> None:
         """A next turn goes out at once, to the server that has its conversation in the cache."""
         free = replica.is_open and not self._suspects and not self.stopping and not self.failure
         if free and not self._is_duplicate(prompt):
+            self._picker.sent(prompt.partition)
             self._send(prompt, replica)  # in the slot that the turn before is about to leave
         else:
-            self._picker.put_ahead(prompt)
+            self._picker.put_ahead(prompt, again=False)
 
     def _count_in_flight(self, part: Partition, prompt: Prompt, by: int) -> None:
         part.in_flight += by
@@ -208,7 +231,7 @@ class Loop:
         name = facts.served_model_name
         client = make_client(self._profile, server, name, self._model, self._renderer)
         canary = self._renderer.render(CANARY, None)
-        replica = Replica(server, client, facts, self._profile.server, canary)
+        replica = Replica(server, client, facts, self._profile.server, canary, self._sizes)
         self.replicas.append(replica)
         self._group.create_task(self._watch(replica))
         self._wake.set()
@@ -267,7 +290,8 @@ class Loop:
         fresh = count(self._store, part.manifest, self._retry_failed)
         counter = self.meter.counters[name]
         counter.total, counter.done = fresh.total, fresh.done
-        self._picker.add(name, part.maker.pending(), fresh.total - fresh.done, part.length_class, part.cap)
+        left = fresh.total - fresh.done
+        self._picker.add(name, part.maker.pending(), left, part.length_class, part.cap, part.weight)
 
     def _settle(self) -> None:
         """Finish the partitions that have nothing left to send and nothing in flight."""

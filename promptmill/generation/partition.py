@@ -27,6 +27,7 @@ class Partition:
     length_class: str
     cap: int | None
     """Requests of its class in flight, at most."""
+    weight: float
     waiter: Future[Tally] | None = None
     """Of whoever waits for it in `generate`."""
     in_flight: int = 0
@@ -54,6 +55,7 @@ def make_partition(
         end_ids=renderer.end_ids,
         length_class=settings.length_class,
         cap=profile.classes[settings.length_class].max_in_flight,
+        weight=settings.weight,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from promptmill.chat import ChatRenderer, as_message
 from promptmill.errors import PromptRejected
+from promptmill.generation.order import family_of, in_families
 from promptmill.model import Model
 from promptmill.prompts.manifest import read_keys, read_prompts
 from promptmill.release.quality import judge
@@ -25,11 +26,19 @@ class PromptMaker:
         self._retry_failed = retry_failed
 
     def pending(self) -> Iterator[Prompt]:
-        """Every prompt that needs a request now, in input order, as a stream.
+        """Every prompt that needs a request now, as a stream, in the order of `order.in_families`.
 
         Of a conversation with several turns that is the first unanswered one; conversations that an earlier
         run left half done go on from the answers in the store.
         """
+        return in_families(
+            self._in_input_order(),
+            family=_family,
+            tokens=lambda prompt: len(prompt.input_ids),
+            seed=self._manifest.partition,
+        )
+
+    def _in_input_order(self) -> Iterator[Prompt]:
         halves = self._answers_of_halves()
         partials = self._store.partials(self._manifest.partition)
         for row in read_prompts(self._manifest):
@@ -149,6 +158,12 @@ class Recorder:
             server=server,
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
+
+
+def _family(prompt: Prompt) -> Hashable:
+    """Samples of a row stay together as well: they share all of their prompt."""
+    family = family_of(prompt.row)
+    return prompt.row.row if family is None and len(prompt.row.prompt_hashes) > 1 else family
 
 
 def _unrenderable(prompt: Prompt, error: PromptRejected) -> Prompt:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from promptmill.errors import ServerError
 from promptmill.events import Serving
+from promptmill.generation.window import START, RequestSizes, Window
 from promptmill.serving.client import Client, ConnectionRefused, Load
 from promptmill.serving.facts import Facts
 from promptmill.serving.liveness import Limits, Liveness, Loss
@@ -19,6 +20,7 @@ _WATCH_S = 0.2
 _BUSY_PAUSE_S = 1.0
 _DEATH_CONFIRMED_S = 3.0
 _STREAMS_END_S = 1.0
+_SAMPLE_S = 5.0
 _GREEDY = SamplingSettings(temperature=0.0)
 
 
@@ -26,14 +28,23 @@ class Replica:
     """Owned by the mill's loop. `watch` runs for as long as it serves."""
 
     def __init__(
-        self, server: Server, client: Client, facts: Facts, settings: ServerSettings, canary_ids: list[int]
+        self,
+        server: Server,
+        client: Client,
+        facts: Facts,
+        settings: ServerSettings,
+        canary_ids: list[int],
+        sizes: RequestSizes,
     ) -> None:
         self.server = server
         self.client = client
         self._canary_ids = canary_ids
         self._canary = asyncio.Lock()
         self._token_at = self._sick_at = 0.0
-        self.window = min(settings.max_in_flight, facts.slots or settings.max_in_flight)
+        limit = min((n for n in (settings.max_in_flight, facts.slots) if n), default=None)
+        self._fixed = (limit or START) if settings.engine != "sglang" else 0
+        """The window of a server that does not tell its load."""
+        self._window = Window(facts.capacity_tokens, limit, sizes, time.monotonic())
         self.kv_dtype = facts.kv_dtype or ""
         self.gpus = facts.gpus or 0
         self._capacity_tokens = facts.capacity_tokens
@@ -49,11 +60,17 @@ class Replica:
         self._paused_until = 0.0
         self._answered_at = 0.0
         """When it last gave a sign of life: a token, or an answer to a poll."""
+        self._next_sample_at = 0.0
         self._gone = asyncio.Event()
         self._poll_soon = asyncio.Event()
 
     def has_room(self) -> bool:
         return len(self.tasks) < self.window and self.is_open
+
+    @property
+    def window(self) -> int:
+        """Requests that it may have in flight now."""
+        return self._fixed or self._window.size(time.monotonic())
 
     @property
     def is_open(self) -> bool:
@@ -161,7 +178,13 @@ class Replica:
             else:
                 self._answered_at = time.monotonic()
                 self._load = load
+                self._sample(load)
                 self._liveness.polled(load, self._answered_at)
+
+    def _sample(self, load: Load | None) -> None:
+        if load is not None and load.running is not None and time.monotonic() >= self._next_sample_at:
+            self._next_sample_at = time.monotonic() + _SAMPLE_S
+            self._window.sample(self._answered_at, load.running, load.queued or 0, len(self.tasks))
 
     def _loss(self) -> Loss | None:
         process = self.server.process

@@ -73,7 +73,7 @@ class Preparation:
         parts = {
             "schema": SCHEMA_VERSION,
             "files": sources.fingerprint(files),
-            "partition": self.partition.model_dump(mode="json"),
+            "partition": self.partition.model_dump(mode="json", exclude={"weight"}),
             "model": [self.model.name, self.model.revision],
             "renderer": self.renderer.fingerprint(),
             "sampling": self.profile.sampling_for(self.partition).model_dump(mode="json"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +41,8 @@ class SGLangClient:
         self._vocabulary = vocabulary
         self._stream_interval = stream_interval
         self._silence_timeout_s = silence_timeout_s
-        self._numbers = itertools.count()
+        # SGLang aborts an id once more two seconds after its stream has ended, so none is ever used again.
+        self._numbers = itertools.count(secrets.randbits(31))
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -59,7 +61,7 @@ class SGLangClient:
     ) -> Completion:
         self._check(input_ids)
         # The server aborts by prefix, so all request ids have one width.
-        rid = f"{key[:_RID_HASH]:0<{_RID_HASH}}-{next(self._numbers):08x}"
+        rid = f"{key[:_RID_HASH]:0<{_RID_HASH}}-{next(self._numbers) % (1 << 32):08x}"
         body = {
             "rid": rid,
             "input_ids": input_ids,

@@ -6,6 +6,7 @@ import itertools
 import zlib
 from array import array
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from promptmill.sim.radix import Node, token_key
@@ -86,8 +87,7 @@ class Request:
         shared = min(shared_tokens, prompt_tokens) if family else 0
         key = b""
         if shared:
-            start = zlib.crc32(family.encode()) & 0x3FFFFFFF
-            key = array("i", range(start - (1 << 30), start - (1 << 30) + shared)).tobytes()
+            key = _family_key(family, shared)
         if own := prompt_tokens - shared:
             key += token_key([next(_unique)]) + bytes(4 * (own - 1))
         return cls(rid, prompt_tokens, max_new_tokens, key, None, output_tokens)
@@ -124,6 +124,12 @@ class Request:
         if self.output_tokens >= self.max_new_tokens:
             return Finish("length", length=self.max_new_tokens)
         return Finish("stop")
+
+
+@lru_cache(maxsize=256)
+def _family_key(family: str, tokens: int) -> bytes:
+    start = (zlib.crc32(family.encode()) & 0x3FFFFFFF) - (1 << 30)
+    return array("i", range(start, start + tokens)).tobytes()
 
 
 @dataclass(slots=True)

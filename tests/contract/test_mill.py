@@ -34,7 +34,7 @@ model = "tiny"
 [server]
 engine = "openai"
 urls = ["http://127.0.0.1:1"]
-inactivity_timeout_s = 1.0
+inactivity_timeout_s = 3.0
 [chat]
 reasoning_open = ""
 reasoning_close = ""
@@ -144,8 +144,8 @@ class Bench:
     manifests: dict[str, Manifest]
     closed: bool = False
 
-    def attach(self, rogue: Rogue) -> None:
-        facts = Facts("tiny", slots=4)
+    def attach(self, rogue: Rogue, slots: int = 4) -> None:
+        facts = Facts("tiny", slots=slots)
         self.mill.attach(Server("rogue", rogue.url, ""), facts)
 
     def close(self) -> None:
@@ -270,6 +270,14 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     asked = {text: times for text, times in rogue.asked.items() if len(text) == 2}  # without the canary
     assert asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
     assert rogue.went_on["ux"] == rogue.went_on["uy"] == 2
+
+
+def test_tries_are_counted_however_many_requests_break_at_once(make: Make, rogue: Rogue, fast: None) -> None:
+    rogue.script = lambda times, ids: "cut" if ids[1] == ord("x") else "ok"
+    bench = make([f"x{n}" for n in range(60)], ["z"])
+    bench.attach(rogue, slots=60)
+    assert counts(bench.generate()["A"]) == {"rows": 60, "failed": 60}
+    assert {times for text, times in rogue.asked.items() if text.startswith("ux")} == {3}
 
 
 def test_mill_never_repeats_what_the_server_refuses(make: Make, rogue: Rogue) -> None:
