@@ -147,7 +147,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Server:
+class Server:
     lives: list[int]
     """KV tokens of each life to come."""
     deaths_s: list[float]
@@ -195,7 +195,7 @@ class Simulation:
         self._pools = pools
         self._poison = frozenset(poison)
         deaths = [*relaunches]
-        self._servers = [_Server([kv, *(kv for _, kv in deaths)], [at for at, _ in deaths]) for kv in servers]
+        self._servers = [Server([kv, *(kv for _, kv in deaths)], [at for at, _ in deaths]) for kv in servers]
         self._sizes = RequestSizes()
         self._suspects = Suspects()
         self._picker = Picker(mean_outputs)
@@ -214,7 +214,7 @@ class Simulation:
         out.mean_outputs = self._picker.mean_outputs()
         return out
 
-    def _turn(self, server: _Server) -> None:
+    def _turn(self, server: Server) -> None:
         if server.engine is None:
             self._start(server)
         elif server.step is not None:
@@ -228,7 +228,7 @@ class Simulation:
         if server.engine is not None:
             self._step(server, server.engine)
 
-    def _step(self, server: _Server, engine: Engine) -> None:
+    def _step(self, server: Server, engine: Engine) -> None:
         """Begin the next step; what it brings is seen when it is over."""
         until = min([server.poll_at, *server.deaths_s[:1]])
         server.step = None
@@ -250,7 +250,7 @@ class Simulation:
         return in_families(prompts, _family, self._prompt_tokens, f"{partition} {seed}")
 
     def _dispatch(self, now: float) -> None:
-        while (server := min(self._servers, key=_Server.fill)).fill() < 1:
+        while (server := min(self._servers, key=Server.fill)).fill() < 1:
             prompt = (
                 self._suspects.next()
                 if self._suspects
@@ -260,7 +260,7 @@ class Simulation:
                 return
             self._send(prompt, server, now)
 
-    def _send(self, prompt: Prompt, server: _Server, now: float) -> None:
+    def _send(self, prompt: Prompt, server: Server, now: float) -> None:
         assert server.engine is not None
         assert server.liveness is not None
         if server.step is None:  # it was idle
@@ -272,14 +272,14 @@ class Simulation:
         server.liveness.sent(now)
         self._in_class[self._class(prompt.partition)] += 1
 
-    def _left(self, server: _Server, rid: str) -> None:
+    def _left(self, server: Server, rid: str) -> None:
         assert server.liveness is not None
         del server.in_flight[rid]
         server.silent.discard(rid)
         server.liveness.ended()
         self._in_class[self._class(self._works[rid].partition)] -= 1
 
-    def _absorb(self, server: _Server, step: Step) -> None:
+    def _absorb(self, server: Server, step: Step) -> None:
         """What a step brought, at its end."""
         assert server.engine is not None
         assert server.liveness is not None
@@ -300,7 +300,7 @@ class Simulation:
             server.filled = True
             out.filled_s.append(server.at - server.ready_at)
 
-    def _answered(self, server: _Server, request: Request) -> None:
+    def _answered(self, server: Server, request: Request) -> None:
         out, work = self.outcome, self._works[request.rid]
         self._left(server, request.rid)
         if not self._pools:  # they know of no lengths
@@ -311,7 +311,7 @@ class Simulation:
         if out.answered.total() == len(self._works) // 2:
             out.half_way = {name: out.answered[name] / total for name, total in self._totals.items()}
 
-    def _poll(self, server: _Server, engine: Engine) -> None:
+    def _poll(self, server: Server, engine: Engine) -> None:
         assert server.window is not None
         assert server.liveness is not None
         server.poll_at = server.at + POLL_S
@@ -322,7 +322,7 @@ class Simulation:
             server.liveness.polled(load, server.at)
         self.outcome.timeouts += server.liveness.loss(server.at) is not None
 
-    def _die(self, server: _Server) -> None:
+    def _die(self, server: Server) -> None:
         silent = []
         for rid, request in list(server.in_flight.items()):
             self.outcome.lost_in_crashes_tokens += request.output_tokens
@@ -337,7 +337,7 @@ class Simulation:
         server.engine = server.window = server.liveness = server.step = None
         server.at += RELAUNCH_S
 
-    def _start(self, server: _Server) -> None:
+    def _start(self, server: Server) -> None:
         config = EngineConfig(kv_tokens=server.lives.pop(0), conservativeness=self._conservativeness)
         server.engine = Engine(config)
         server.window = self._pools or Window(config.kv_tokens, None, self._sizes, server.at)

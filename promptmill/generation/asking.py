@@ -35,6 +35,11 @@ class _Stream:
         self._kept = kept
         self._flushed = 0
 
+    @property
+    def context_tokens(self) -> int:
+        """What it holds on the server, prompt included."""
+        return len(self.prompt.input_ids) + len(self.prompt.partial) + len(self.received)
+
     def new_piece(self) -> Piece | None:
         """What has come since the last piece, if it is of use to a later request."""
         start, end = self._flushed, len(self.received)
@@ -93,11 +98,11 @@ class Asking:
             if not stream.received and prompt.prompt_hash in self._suspects:
                 self._suspects.cleared(prompt.prompt_hash)
                 self._changed()  # the next one's turn
+            self._meter.received(prompt.partition, len(ids), stream.context_tokens)
             stream.received.extend(ids)
             replica.saw_tokens(len(ids))
-            self._meter.counters[prompt.partition].tokens += len(ids)
 
-        self._meter.sent(len(prompt.input_ids), len(prompt.partial))
+        self._meter.sent(prompt.partition, len(prompt.input_ids), len(prompt.partial))
         try:
             completion = await replica.client.complete(
                 [*prompt.input_ids, *prompt.partial] if prompt.partial else prompt.input_ids,
@@ -126,7 +131,7 @@ class Asking:
             self._end(stream, part)
             self._fail(error)
         else:
-            self._streams.discard(stream)
+            self._close(stream)
             await self._answered(prompt, part, replica, completion)
 
     def flush(self) -> None:
@@ -140,10 +145,14 @@ class Asking:
 
     def _end(self, stream: _Stream, part: Partition) -> Prompt:
         """Its stream has broken: keep what came of it, and return the prompt that goes on from there."""
-        self._streams.discard(stream)
+        self._close(stream)
         self._keep([piece] if (piece := stream.new_piece()) else [])
         prompt = stream.prompt
         return replace(prompt, partial=part.kept([*prompt.partial, *stream.received]))
+
+    def _close(self, stream: _Stream) -> None:
+        self._streams.discard(stream)
+        self._meter.forecast.left(stream.prompt.partition, stream.context_tokens)
 
     def _keep(self, pieces: list[Piece]) -> None:
         if not pieces:
@@ -181,6 +190,8 @@ class Asking:
         self._meter.retractions += completion.retractions
         self._picker.finished(prompt.partition, answer.completion_tokens)
         self._sizes.finished(answer.prompt_tokens, answer.completion_tokens)
+        truncated = answer.finish_reason == "length"
+        self._meter.forecast.finished(prompt.partition, answer.completion_tokens, truncated)
         if following := part.maker.following(prompt, answer):
             self._go_on(following, replica)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from promptmill.events import Figures, Progress, Serving
+from promptmill.generation.forecast import Forecast
 
 _WINDOW_S = 15.0
 
@@ -30,19 +31,24 @@ class Meter:
     """All partitions' numbers, and the pace."""
 
     counters: dict[str, Counter] = field(default_factory=dict)
+    forecast: Forecast = field(default_factory=Forecast)
     resumed_tokens: int = 0
     refilled_tokens: int = 0
     retractions: int = 0
     _ticks: deque[tuple[float, int, int]] = field(default_factory=deque)
     _answers_here: int = 0
-    _serving_s: float = 0.0
-    _last_tick: float | None = None
 
-    def sent(self, prompt_tokens: int, partial_tokens: int) -> None:
+    def sent(self, partition: str, prompt_tokens: int, partial_tokens: int) -> None:
         """A request goes out, on the tokens that an earlier one gave."""
+        self.forecast.begun(partition, prompt_tokens, prompt_tokens + partial_tokens)
         if partial_tokens:
             self.resumed_tokens += partial_tokens
             self.refilled_tokens += prompt_tokens + partial_tokens
+
+    def received(self, partition: str, tokens: int, context_tokens: int) -> None:
+        """Tokens came of a request that held `context_tokens` before them."""
+        self.counters[partition].tokens += tokens
+        self.forecast.produced(partition, tokens, context_tokens)
 
     def answered(self, partition: str, turns_left: int) -> None:
         """An answer came; `turns_left` more that were expected of its conversation will not."""
@@ -54,9 +60,6 @@ class Meter:
     def figures(self, now: float, servers: Sequence[Serving] = (), gpus: int = 0) -> Figures:
         """The figures at `now`; call it about once a second."""
         tokens = sum(c.tokens for c in self.counters.values())
-        if self._last_tick is not None and any(c.in_flight for c in self.counters.values()):
-            self._serving_s += now - self._last_tick
-        self._last_tick = now
         self._ticks.append((now, tokens, self._answers_here))
         while now - self._ticks[0][0] > _WINDOW_S:
             self._ticks.popleft()
@@ -69,16 +72,14 @@ class Meter:
             servers=list(servers),
             tokens_per_s=(tokens - tokens_then) / seconds if seconds > 0 else 0.0,
             answers_per_s=(self._answers_here - answers_then) / seconds if seconds > 0 else 0.0,
-            seconds_left=self._seconds_left(),
+            seconds_left=self._seconds_left(now),
             gpus=gpus,
             retractions=self.retractions,
             resumed_tokens=self.resumed_tokens,
             refilled_tokens=self.refilled_tokens,
         )
 
-    def _seconds_left(self) -> float | None:
-        """By the mean pace of this run's serving time; None before there is one."""
-        left = sum(c.left for c in self.counters.values())
-        if not self._answers_here or not self._serving_s:
-            return None
-        return left * self._serving_s / self._answers_here
+    def _seconds_left(self, now: float) -> float | None:
+        """None while there is too little to go by."""
+        self.forecast.sample(now)
+        return self.forecast.seconds_left({name: c.left - c.in_flight for name, c in self.counters.items()})

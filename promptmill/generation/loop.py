@@ -20,6 +20,7 @@ from promptmill.errors import PromptmillError, ServerDied, StoreError
 from promptmill.generation.asking import Asking
 from promptmill.generation.deadline import end_of_run
 from promptmill.generation.figures import Meter
+from promptmill.generation.forecast import Lengths
 from promptmill.generation.partition import Partition, count, make_partition
 from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import Recorder
@@ -41,6 +42,8 @@ _MEANS = "mean_outputs"
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
+_DEADLINE_SLACK = 0.15
+"""How far the forecast may be off."""
 _FLUSH_S = 3.0
 
 
@@ -104,12 +107,16 @@ class Loop:
         self._drain_until = 0.0
         self._finished = False
         self._chaos_left = profile.chaos.kill_server_after_answers
+        self._warned = False
         self._deadline = end_of_run(profile.run, datetime.now())
 
     def count(self) -> None:
         """What is done and what is not, by partition."""
         for name, part in self._partitions.items():
-            self.meter.counters[name] = count(self._store, part.manifest, self._retry_failed)
+            manifest = part.manifest
+            mean = manifest.prompt_tokens / max(1, manifest.prompts)
+            self.meter.forecast.lengths[name] = Lengths(manifest.max_new_tokens, mean)
+            self.meter.counters[name] = count(self._store, manifest, self._retry_failed)
             part.over = not self.meter.counters[name].left
 
     def figures(self) -> events.Figures:
@@ -259,6 +266,7 @@ class Loop:
             events.tell(events.Quarantined(guilty.row.id, guilty.prompt_hash, guilty.partition))
         self._wake.set()
         if not self.replicas:
+            self.meter.forecast.pause()
             for name, part in self._partitions.items():
                 self._picker.remove(name)
                 if not part.over:
@@ -371,13 +379,24 @@ class Loop:
             self._wake.set()  # a pause may be over
             if now - told >= _FIGURES_S and self.replicas:
                 told = now
-                events.tell(self.figures())
+                events.tell(figures := self.figures())
+                self._warn_of_deadline(figures.seconds_left)
             if now - flushed >= _FLUSH_S:
                 flushed = now
                 self._asking.flush()
             if now - sealed >= _SEAL_S:
                 sealed = now
                 await self._seal_some()
+
+    def _warn_of_deadline(self, seconds_left: float | None) -> None:
+        """Once, as soon as it is known."""
+        if self._warned or self._deadline is None or seconds_left is None or self.stopping:
+            return
+        over = seconds_left - (self._deadline - datetime.now()).total_seconds()
+        if over > _DEADLINE_SLACK * seconds_left:
+            self._warned = True
+            late, end = events.duration(over), f"{self._deadline:%H:%M}"
+            events.tell(events.Notice(f"this run ends at {end}; about {late} of work will be left"))
 
     async def _seal_some(self) -> None:
         for name in self._partitions:

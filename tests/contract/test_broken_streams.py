@@ -49,7 +49,7 @@ def test_answers_are_those_of_a_run_without_deaths(
     assert len(story.deaths) == (3 if fault == "die" else 0)
     assert outputs(story) == outputs(undisturbed)
     resumed = [answer for answer in story.answers.values() if answer.resumed_tokens]
-    assert len(resumed) >= 4
+    assert resumed
     assert all(answer.resumed_tokens < len(answer.output_ids) for answer in resumed)
     assert story.figures is not None
     assert story.figures.resumed_tokens >= sum(answer.resumed_tokens for answer in resumed)

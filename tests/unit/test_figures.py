@@ -9,6 +9,7 @@ import pytest
 from promptmill.events import duration
 from promptmill.generation.deadline import end_of_run
 from promptmill.generation.figures import Counter, Meter
+from promptmill.generation.forecast import Lengths
 from promptmill.settings import RunSettings
 
 
@@ -20,13 +21,18 @@ def test_meter_counts_tokens_of_the_last_seconds_only() -> None:
     assert meter.figures(now=40.0).tokens_per_s == 0.0
 
 
-def test_meter_forecasts_from_this_runs_serving_time_alone() -> None:
-    meter = Meter({"a": Counter(total=40, done=20, in_flight=2)})
-    assert meter.figures(now=0.0).seconds_left is None
-    for second in range(1, 11):
-        meter.answered("a", turns_left=0)
-        figures = meter.figures(now=float(second))
-    assert figures.seconds_left == pytest.approx(10.0)  # 10 left, one a second
+def test_meter_counts_answers_and_what_was_saved() -> None:
+    meter = Meter({"a": Counter(total=10, done=0)})
+    meter.forecast.lengths["a"] = Lengths(cap=64, prompt_mean=10)
+    meter.figures(now=0.0)
+    meter.sent("a", 10, 0)
+    meter.sent("a", 10, 5)
+    meter.received("a", 8, 15)
+    meter.answered("a", turns_left=0)
+    figures = meter.figures(now=4.0, gpus=2)
+    assert (figures.tokens_per_s, figures.answers_per_s) == (2.0, 0.25)
+    assert (figures.resumed_tokens, figures.refilled_tokens) == (5, 15)
+    assert figures.tokens_per_gpu_hour == 3600
 
 
 def test_meter_takes_away_the_turns_that_will_not_be_asked() -> None:
