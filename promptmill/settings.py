@@ -81,6 +81,9 @@ class ServerSettings(Section):
     """Relaunches in one run before it gives up."""
     max_in_flight: int = Field(default=32, ge=1)
     """Requests in flight on one server; the embedded engine takes as many as it has slots."""
+    stream: bool = True
+    """Whether SGLang's answers come piece by piece. Whole ones cost the client less, but what there was of an
+    answer is lost with its server, and after a death every prompt that was in flight is tried by itself."""
     stream_interval: int = Field(default=32, ge=1)
     """Tokens in one event of SGLang's streams; at most one less is lost when a server dies."""
     accept_rendering_difference: bool = False
