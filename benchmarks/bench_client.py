@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ANSWERS_PER_S = 300
 """What the server gives: below what either client can take on one core, or events would arrive in heaps."""
-WARM_UP = 1000
-MEASURED = 3000
 QUICK = "--quick" in sys.argv
+WARM_UP = 1000
+MEASURED = 2000 if QUICK else 4000
 ROUNDS = 1 if QUICK else 3
 MEMORY = (1000, 20_000 if QUICK else 100_000)
 _IMPORTED = """
@@ -68,6 +68,7 @@ def compare(folder: Path, mode: str, in_flight: int) -> dict[str, Any]:
             out = folder / f"{mode}-{in_flight}-{n}"
             plain.append(python("yardstick", url, prompts, f"{out}.jsonl", in_flight, mode, WARM_UP))
             ours.append(python("ours", folder, manifest, url, in_flight, mode, WARM_UP, out))
+    say(f"{mode}, {in_flight} in flight: {plain} {ours}")
     ratios = [b["cpu_s_per_1000"] / a["cpu_s_per_1000"] for a, b in zip(plain, ours, strict=True)]
     return {"ratio": round(statistics.median(ratios), 2), "yardstick": plain, "ours": ours}
 
@@ -81,9 +82,14 @@ def memory(folder: Path) -> dict[str, Any]:
             python("inputs", folder, prompts, 4, name)
             out = folder / f"{name}-store"
             one = python("ours", folder, folder / f"{name}.json", url, 150, "stream", 0, out)
+            say(f"memory: {one}")
             rss[f"{prompts} prompts"] = {name: one[name] for name in ("rss_mb", "rss_at_end_mb")}
     low, high = (one["rss_mb"][1] for one in rss.values())
     return {**rss, "growth_mb": round(high - low, 1)}
+
+
+def say(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
 
 
 def python(part: str, *arguments: object) -> dict[str, Any]:
@@ -96,7 +102,8 @@ def python(part: str, *arguments: object) -> dict[str, Any]:
 @contextmanager
 def serving(folder: Path, seconds: float) -> Iterator[str]:
     """The address of a server whose answers take `seconds` in the mean."""
-    command = [sys.executable, "-m", "benchmarks.client.server", folder / "answers.json", str(seconds)]
+    command = [sys.executable, "-m", "benchmarks.client.server"]
+    command += [str(folder / "answers.json"), str(seconds)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
