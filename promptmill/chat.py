@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,14 @@ def as_message(answer: Answer) -> Message:
     return message
 
 
-def _find(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    n = len(wanted)
-    starts = (i for i in range(len(ids) - n + 1) if ids[i] == wanted[0])
-    return next((i for i in starts if list(ids[i : i + n]) == list(wanted)), None)
+def _find(ids: list[int], wanted: list[int]) -> int | None:
+    at = -1
+    with suppress(ValueError):
+        while True:
+            at = ids.index(wanted[0], at + 1)
+            if ids[at : at + len(wanted)] == wanted:
+                return at
+    return None
 
 
 def read_template(settings: ChatSettings) -> str | None:

@@ -82,6 +82,9 @@ class ServerSettings(Section):
     max_in_flight: int | None = Field(default=None, ge=1)
     """Requests in flight on one server, at most. Empty: as many as keep SGLang's own queue short and never
     empty (by its load, every few seconds); the embedded engine's slots; 32 for others."""
+    stream: bool = True
+    """Whether SGLang's answers come piece by piece. Whole ones cost the client less, but what there was of an
+    answer is lost with its server, and after a death every prompt that was in flight is tried by itself."""
     stream_interval: int = Field(default=32, ge=1)
     """Tokens in one event of SGLang's streams; at most one less is lost when a server dies."""
     accept_rendering_difference: bool = False

@@ -35,7 +35,9 @@ def is_repetitive(ids: list[int]) -> bool:
     """Whether the answer ends in a loop: its last REPETITION_WINDOW ids, REPETITION_TIMES over."""
     for period in range(1, REPETITION_WINDOW + 1):
         length = max(period * REPETITION_TIMES, REPETITION_WINDOW)
+        if len(ids) < length or ids[-1] != ids[-1 - period]:
+            continue
         tail = ids[-length:]
-        if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
+        if tail[period:] == tail[:-period]:
             return True
     return False

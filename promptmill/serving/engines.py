@@ -24,4 +24,5 @@ def make_client(
         vocabulary(model, renderer.vocabulary),
         profile.server.stream_interval,
         profile.server.inactivity_timeout_s,
+        profile.server.stream,
     )

@@ -35,18 +35,26 @@ class SGLangClient:
     """One SGLang server. `vocabulary` is its number of token ids."""
 
     def __init__(
-        self, url: str, api_key: str, vocabulary: int, stream_interval: int, silence_timeout_s: float
+        self,
+        url: str,
+        api_key: str,
+        vocabulary: int,
+        stream_interval: int,
+        silence_timeout_s: float,
+        stream: bool = True,
     ) -> None:
         self._url = url
         self._vocabulary = vocabulary
         self._stream_interval = stream_interval
         self._silence_timeout_s = silence_timeout_s
+        self._stream = stream
         # SGLang aborts an id once more two seconds after its stream has ended, so none is ever used again.
         self._numbers = itertools.count(secrets.randbits(31))
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,  # a proxy has no business between us and our server
         )
 
@@ -65,7 +73,7 @@ class SGLangClient:
         body = {
             "rid": rid,
             "input_ids": input_ids,
-            "stream": True,
+            "stream": self._stream,
             "sampling_params": self._sampling_params(sampling, max_new_tokens, sample),
         }
         answer = _Answer(on_tokens)
@@ -121,6 +129,7 @@ class SGLangClient:
 
     async def _ask(self, body: dict[str, Any], answer: _Answer) -> None:
         """Send, and read every event into `answer`. A stream silent after its first token times out."""
+        loop, move_at = asyncio.get_running_loop(), 0.0
         try:
             async with (
                 asyncio.timeout(None) as silence,
@@ -132,14 +141,20 @@ class SGLangClient:
             ):
                 if response.status != 200:
                     raise body_error(response.status, await response.read())
+                if not self._stream:
+                    answer.take(await response.read())
+                    return
                 buffer = b""
                 async for piece in response.content.iter_any():
                     buffer += piece
                     *events, buffer = buffer.split(b"\n\n")
                     for event in events:
                         answer.take(event.removeprefix(b"data: "))
-                    if answer.output_ids:
-                        silence.reschedule(asyncio.get_running_loop().time() + self._silence_timeout_s)
+                    # A timer is moved once in a hundredth of its time: moving it costs as much as an event.
+                    now = loop.time()
+                    if answer.output_ids and now >= move_at:
+                        silence.reschedule(now + self._silence_timeout_s)
+                        move_at = now + self._silence_timeout_s / 100
         except aiohttp.ClientConnectorError as error:
             raise ConnectionRefused(f"the connection was refused: {error}") from error
         except aiohttp.ClientError as error:

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,9 +62,10 @@ class Segments:
 
     def write(self, partition: str, answers: Iterable[Answer]) -> str:
         """Publish a segment, whole and verified; returns its name. Raises StoreError."""
-        rows = [asdict(answer) for answer in answers]
+        rows = list(answers)
         name = f"segments/{partition}/{time.time_ns() // 1_000_000:014d}-{uuid.uuid4().hex[:8]}.parquet"
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        columns = [pa.array([getattr(row, f.name) for row in rows], type=f.type) for f in SCHEMA]
+        table = pa.Table.from_arrays(columns, schema=SCHEMA)
         try:
             with TemporaryDirectory(prefix="promptmill-segment-") as scratch:
                 local = Path(scratch) / "segment.parquet"

@@ -206,6 +206,26 @@ def test_answer_goes_on_from_its_own_tokens(kept: int, live: Running) -> None:
     assert joined == whole
 
 
+def test_whole_answer_is_the_streamed_one_and_comes_in_one_group(live: Running) -> None:
+    ids = live.ids("What is the capital of France?")
+    groups: list[int] = []
+
+    async def work(streaming: SGLangClient) -> Any:
+        whole = SGLangClient(live.server.url, live.server.api_key, 49152, 32, WAIT_S, stream=False)
+        try:
+            answers = [await client.complete(ids, GREEDY, 70, 0) for client in (streaming, whole)]
+            await whole.complete(ids, GREEDY, 70, 0, groups.append)
+            with pytest.raises(PromptRejected, match="longer than the model's context length"):
+                await whole.complete([7] * 3000, GREEDY, 4, 0)
+        finally:
+            await whole.close()
+        return answers
+
+    streamed, answer = ask(live, work)
+    assert answer == streamed
+    assert groups == [len(answer.output_ids)]
+
+
 def test_cut_at_the_cap_is_a_length(live: Running) -> None:
     async def work(client: SGLangClient) -> Any:
         return await client.complete(live.ids("Count to one hundred."), GREEDY, 5, 0)

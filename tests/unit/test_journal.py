@@ -6,6 +6,7 @@ import fcntl
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,23 @@ def test_put_commits_everything_that_waits_in_one_transaction(
         future.result(WAIT_S)
     journal.close()
     assert statements.count("COMMIT") < 10, "200 answers waited together"
+
+
+def test_puts_a_moment_apart_share_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements: list[str] = []
+    on_connect(monkeypatch, lambda connection: connection.set_trace_callback(statements.append))
+    monkeypatch.setattr("promptmill.store.journal._PAUSE_S", 0.5)
+    journal = Journal(path)
+    journal.start()
+    journal.put(answer(sha("first"))).result(WAIT_S)  # it waited for nothing
+    futures = []
+    for i in range(20):
+        futures.append(journal.put(answer(sha(str(i)))))
+        time.sleep(0.001)
+    for future in futures:
+        future.result(WAIT_S)
+    journal.close()
+    assert statements.count("COMMIT") < 10
 
 
 def test_put_survives_sigkill_of_the_writer(path: Path) -> None:

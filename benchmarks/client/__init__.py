@@ -1,0 +1,1 @@
+"""The parts of bench_client.py, each run in a process of its own."""
