@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -48,6 +49,7 @@ SCHEMA = pa.schema(
 )
 KEY_COLUMNS = ["prompt_hash", "status", "finish_reason", "max_new_tokens"]
 _ROW_GROUP = 500
+_READERS = 8
 
 
 class Segments:
@@ -77,17 +79,18 @@ class Segments:
             raise StoreError(f"segment {self._folder.address(name)}: rows are missing after writing it")
         return name
 
-    def keys(self, names: Iterable[str]) -> Iterator[tuple[str, str, str, int]]:
-        """(prompt_hash, status, finish_reason, max_new_tokens) of every row."""
-        for name in names:
-            table = self._read(name, KEY_COLUMNS)
-            yield from zip(*(table.column(column).to_pylist() for column in KEY_COLUMNS), strict=True)
+    def keys(self, names: Iterable[str]) -> Iterator[Any]:
+        """The KEY_COLUMNS of each segment, as an Arrow table."""
+        with ThreadPoolExecutor(_READERS) as readers:  # a run of days leaves thousands, each a file to open
+            yield from readers.map(lambda name: self._read(name, KEY_COLUMNS), names)
 
     def flagged(self, flag: str, names: Iterable[str]) -> Iterator[str]:
-        """Hashes of the answers with this flag."""
+        """Hashes of the answers with this flag or of this status."""
         for name in names:
-            table = self._read(name, ["prompt_hash", "flags"])
-            yield from (row["prompt_hash"] for row in table.to_pylist() if flag in row["flags"])
+            table = self._read(name, ["prompt_hash", "status", "flags"])
+            for row in table.to_pylist():
+                if flag == row["status"] or flag in row["flags"]:
+                    yield row["prompt_hash"]
 
     def lookup(self, hashes: Set[str], names: Iterable[str]) -> Iterator[Answer]:
         """The answers to `hashes`, segment by segment in the order of `names`."""
