@@ -169,12 +169,12 @@ def read_prompts(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[P
             chosen: Any = None
             if wanted is not None:
                 column = file.read_row_group(group, columns=["prompt_hashes"]).column(0).combine_chunks()
-                chosen = np.flatnonzero(wanted(_keys(column))) if len(column) else []
+                chosen = _where(wanted(_keys(column))) if len(column) else []
                 if not len(chosen):
                     continue
             table = file.read_row_group(group)
             if chosen is not None:
-                table = table.take(pa.array(chosen))
+                table = table.take(chosen)
             # Ids become Python's integers, ten times as large: not for a thousand long prompts at a time.
             for batch in table.to_batches(max_chunksize=_AT_A_TIME):
                 for row in batch.to_pylist():
@@ -193,7 +193,7 @@ def read_keys(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[list
     """The prompt hashes of every prompt in input order, by sample and turn; of the `wanted` ones alone."""
     for column in _key_columns(manifest):
         if wanted is not None:
-            column = column.take(pa.array(np.flatnonzero(wanted(_keys(column)))))
+            column = column.take(_where(wanted(_keys(column))))
         yield from column.to_pylist()
 
 
@@ -212,13 +212,20 @@ def _key_columns(manifest: Manifest) -> Iterator[Any]:
 
 def _keys(column: Any) -> Keys:
     samples = column.flatten()
-    rows = np.concatenate([[0], np.cumsum(_lengths(column))[:-1]])
-    chains = np.concatenate([[0], np.cumsum(_lengths(samples))[:-1]])
-    return Keys(digests(samples.flatten()), chains, rows)
+    return Keys(digests(samples.flatten()), _starts(samples), _starts(column))
 
 
-def _lengths(lists: Any) -> npt.NDArray[np.int64]:
-    return np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), np.int64)
+def _starts(lists: Any) -> npt.NDArray[np.int64]:
+    """Where each list starts among the values of all; from the buffer, as Arrow's own way imports pandas."""
+    offsets: npt.NDArray[np.int32] = np.frombuffer(lists.buffers()[1], np.int32)[lists.offset :]
+    starts: npt.NDArray[np.int64] = (offsets[: len(lists)] - offsets[0]).astype(np.int64)
+    return starts
+
+
+def _where(chosen: npt.NDArray[np.bool_]) -> Any:
+    """The places that are true, as Arrow takes them."""
+    places = np.flatnonzero(chosen).astype(np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)])
 
 
 def read_rejects(manifest: Manifest) -> Iterator[Reject]:

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from promptmill.errors import StoreError
 from promptmill.files import written_whole
-from promptmill.prompts.hashing import digests
+from promptmill.prompts.hashing import Digests, digests
 from promptmill.store.index import Codes, Index, Known
 from promptmill.store.segments import KEY_COLUMNS, Segments
 
 _LAYOUT = 1
-_ROWS_AT_A_TIME = 50_000
 _KEEP_AT = 64
 """Segments that have to be read before the file is written anew."""
 
@@ -39,13 +37,9 @@ class SegmentIndex:
         """What the segments hold, the first one that has a key winning. Raises StoreError."""
         names = segments.names()
         index, known = self._load(names)
-        some: list[Any] = []
-        for table in segments.keys(names[known:]):
-            some.append(table)
-            if sum(t.num_rows for t in some) >= _ROWS_AT_A_TIME:
-                _learn(index, some)
-                some = []
-        _learn(index, some)
+        found = [_arrays(index, table) for table in segments.keys(names[known:])]
+        if found:
+            index.learn_many(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
         if len(names) - known >= _KEEP_AT:
             with suppress(OSError):  # a shortcut that cannot be kept, is not
                 self._save(index, names)
@@ -72,13 +66,9 @@ class SegmentIndex:
             np.savez(file, about=text, digests=keys, codes=codes)
 
 
-def _learn(index: Index, tables: Sequence[Any]) -> None:
-    if not tables:
-        return
-    table = pa.concat_tables(tables).combine_chunks()
-    hashes = table.column("prompt_hash").combine_chunks()
+def _arrays(index: Index, table: Any) -> tuple[Digests, Codes]:
     try:
-        index.learn_many(digests(hashes), _codes(index, table))
+        return digests(table.column("prompt_hash").combine_chunks()), _codes(index, table)
     except ValueError as error:
         raise StoreError(f"a segment holds what is none of ours: {error}") from None
 
@@ -86,7 +76,8 @@ def _learn(index: Index, tables: Sequence[Any]) -> None:
 def _codes(index: Index, table: Any) -> Codes:
     """The code of each row's kind; the kinds are few."""
     parts = [table.column(name).combine_chunks().dictionary_encode() for name in KEY_COLUMNS[1:]]
-    numbers = np.stack([np.asarray(part.indices) for part in parts], axis=1)
+    # From the buffers: np.asarray of an Arrow array imports pandas, a second and 60 MB.
+    numbers = np.stack([np.frombuffer(part.indices.buffers()[1], np.int32) for part in parts], axis=1)
     kinds, which = np.unique(numbers, axis=0, return_inverse=True)
     values = [part.dictionary.to_pylist() for part in parts]
     codes = [index.code(Known(*(v[i] for v, i in zip(values, kind, strict=True)))) for kind in kinds]
