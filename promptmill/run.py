@@ -116,6 +116,12 @@ class Run:
         """Whether the files of an unchanged partition are still there."""
         return all(path.is_file() for path in self.preparation(partition).paths())
 
+    def prepared(self, partition: str) -> Manifest | None:
+        """The partition's current manifest, if its source and settings are what they were."""
+        current = manifests_.load_current(self.store.manifests, partition)
+        unchanged = current is not None and current.key == self.preparation(partition).key()
+        return current if unchanged else None
+
     def accept(self, manifests: Sequence[Manifest]) -> None:
         """Take these manifests as the partitions' current ones.
 

@@ -2,7 +2,8 @@
 
 A release is written locally, loaded with `load_dataset` in a process of its own, put to its address object by
 object, each verified, and only then pointed to. Whatever breaks before that leaves the previous release in
-force. The same rows give the same fingerprint, and then nothing is published.
+force. The same rows give the same fingerprint, and then nothing is published; where not even a prompt or an
+answer has come since, none is read.
 """
 
 from __future__ import annotations
@@ -76,6 +77,18 @@ class _Publisher:
         self._folder = folder
 
     def publish(self, manifests: Sequence[Manifest], tallies: Sequence[Tally]) -> Release:
+        standing, inputs = self._in_force(), self._inputs(manifests)
+        remembered = f"release {self._folder.url}"
+        if standing and inputs and self._store.recall(remembered) == [standing["revision"], inputs]:
+            return self._unchanged(standing)
+        release = self._build(manifests, tallies, standing)
+        if inputs:
+            self._store.remember(remembered, [release.revision, inputs])
+        return release
+
+    def _build(
+        self, manifests: Sequence[Manifest], tallies: Sequence[Tally], standing: dict[str, Any] | None
+    ) -> Release:
         # Staged beside a local release, so that space is taken, and missed, on the disk that needs it.
         stage = (
             self._folder.path if isinstance(self._folder, LocalFolder) else self._store.journal_path.parent
@@ -94,12 +107,28 @@ class _Publisher:
                         files[str(path.relative_to(staged))] = {"rows": n, **_describe(path)}
                         rows[view] += n
             fingerprint = _fingerprint(files)
-            if standing := self._standing(fingerprint):
-                return standing
+            if standing and standing.get("fingerprint") == fingerprint:
+                return self._unchanged(standing)
             return self._put(staged, files, rows, fingerprint, tallies)
 
-    def _standing(self, fingerprint: str) -> Release | None:
-        """The release that is in force, if it is the same as this one and its files are there."""
+    def _inputs(self, manifests: Sequence[Manifest]) -> str | None:
+        """A hash of what a release is made from; None where that cannot be told without reading it."""
+        answers = self._store.fingerprint()
+        if answers is None:
+            return None
+        prompts = [
+            (m.partition, m.key, (stat := Path(m.path).stat()).st_size, stat.st_mtime_ns) for m in manifests
+        ]
+        settings = self._profile.release
+        made_by = [LAYOUT_VERSION, __version__, settings.views, settings.shard_mb]
+        return hashlib.sha256(json.dumps([*made_by, prompts, answers]).encode()).hexdigest()
+
+    def _unchanged(self, standing: dict[str, Any]) -> Release:
+        revision = standing["revision"]
+        return Release(revision, self._folder.address(revision), False, standing["rows"])
+
+    def _in_force(self) -> dict[str, Any] | None:
+        """The manifest of the release that is pointed to, if its files are there."""
         pointer = self._folder.read_bytes(POINTER)
         if pointer is None:
             return None
@@ -110,13 +139,12 @@ class _Publisher:
                 f"{self._folder.address(POINTER)} is not a release pointer: move it away."
             ) from None
         manifest = self._folder.read_bytes(f"{revision}/manifest.json")
-        described = json.loads(manifest) if manifest else {}
-        if described.get("fingerprint") != fingerprint:
+        if manifest is None:
             return None
+        described: dict[str, Any] = {**json.loads(manifest), "revision": revision}
         names = set(self._folder.names(revision))
-        if not all(f"{revision}/{name}" in names for name in described["files"]):
-            return None
-        return Release(revision, self._folder.address(revision), False, described["rows"])
+        whole = all(f"{revision}/{name}" in names for name in described.get("files", [""]))
+        return described if whole else None
 
     def _put(
         self,
