@@ -17,7 +17,6 @@ import numpy.typing as npt
 from promptmill.prompts.hashing import DIGEST, Digests, digest
 
 Codes = npt.NDArray[np.uint32]
-_MERGE_AT = 4096
 
 
 class Known(NamedTuple):
@@ -40,7 +39,9 @@ def supersedes(new: Known, old: Known) -> bool:
 class Index:
     """Safe to learn and to ask from several threads; who asks never waits for who learns."""
 
-    def __init__(self) -> None:
+    def __init__(self, merge_at: int = 4096) -> None:
+        """`merge_at` answers learned one by one are merged at a time."""
+        self._merge_at = merge_at
         self._kinds: list[Known] = []
         self._code_of: dict[Known, int] = {}
         self._table: tuple[Digests, Codes] = np.empty(0, DIGEST), np.empty(0, np.uint32)
@@ -67,7 +68,7 @@ class Index:
             old = self.get(prompt_hash)
             if old is None or supersedes(known, old):
                 self._new[digest(prompt_hash)] = self.code(known)
-                if len(self._new) >= _MERGE_AT:
+                if len(self._new) >= self._merge_at:
                     self._merge()
 
     def learn_many(self, digests: Digests, codes: Codes) -> None:
