@@ -82,10 +82,12 @@ class Segments:
 
     def keys(self, names: Sequence[str]) -> Iterator[Any]:
         """The KEY_COLUMNS of all rows in order, as Arrow tables of some segments each."""
-        with ThreadPoolExecutor(_READERS) as readers:  # a run of days leaves thousands, each a file to open
-            for start in range(0, len(names), _READ_AHEAD):
-                some = names[start : start + _READ_AHEAD]
-                yield pa.concat_tables(readers.map(lambda name: self._read(name, KEY_COLUMNS), some))
+        return map(pa.concat_tables, self._read_all(names, KEY_COLUMNS))
+
+    def hashes(self, names: Sequence[str]) -> Iterator[Any]:
+        """The prompt hashes of each segment, as an Arrow array."""
+        for tables in self._read_all(names, ["prompt_hash"]):
+            yield from (table.column("prompt_hash").combine_chunks() for table in tables)
 
     def flagged(self, flag: str, names: Iterable[str]) -> Iterator[str]:
         """Hashes of the answers with this flag or of this status."""
@@ -106,6 +108,13 @@ class Segments:
     def _read(self, name: str, columns: list[str]) -> Any:
         with self._opened(name, columns) as file:
             return file.read(columns=columns)
+
+    def _read_all(self, names: Sequence[str], columns: list[str]) -> Iterator[list[Any]]:
+        """These columns as a table a segment, in order, some segments at a time."""
+        with ThreadPoolExecutor(_READERS) as readers:  # a run of days leaves thousands, each a file to open
+            for start in range(0, len(names), _READ_AHEAD):
+                some = names[start : start + _READ_AHEAD]
+                yield list(readers.map(lambda name: self._read(name, columns), some))
 
     def _batches(self, name: str) -> Iterator[Any]:
         with self._opened(name, SCHEMA.names) as file:

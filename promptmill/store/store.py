@@ -17,7 +17,8 @@ from promptmill.errors import ConfigError
 from promptmill.prompts.hashing import DIGEST, digest
 from promptmill.prompts.manifest import Keys, read_key_arrays
 from promptmill.settings import Profile
-from promptmill.store.index import Index, Known, supersedes
+from promptmill.store.answers import Answers, known_of
+from promptmill.store.index import Index, Known
 from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
 from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.progress import FAILED, PENDING, Progress, is_cut_below, rank
@@ -128,16 +129,16 @@ class Store:
     def forget_partials(self, partition: str) -> None:
         self._journal.forget_partials(partition)
 
-    def lookup(self, hashes: Iterable[str]) -> dict[str, Answer]:
-        """The answers to those of `hashes` that have one, the winning one each."""
+    def lookup(self, hashes: Iterable[str], answers: Answers | None = None) -> dict[str, Answer]:
+        """The answers to those of `hashes` that have one, the winning one each.
+
+        Who asks again and again passes `self.answers()`, which keeps in mind where they lie.
+        """
         wanted = {h for h in hashes if self.known(h) is not None}
-        found: dict[str, Answer] = {}
-        journaled = list(self._reader.lookup(sorted(wanted)))
-        for answer in (*self._segments.lookup(wanted, self._segments.names()), *journaled):
-            old = found.get(answer.prompt_hash)
-            if old is None or supersedes(_known(answer), _known(old)):
-                found[answer.prompt_hash] = answer
-        return found
+        return (answers or self.answers()).lookup(wanted)
+
+    def answers(self) -> Answers:
+        return Answers(self._segments, self._reader)
 
     def fingerprint(self) -> str | None:
         """Another one whenever an answer has come; None while some lie in the journal alone."""
@@ -192,11 +193,7 @@ class Store:
     def _learn_answer(self, answer: Answer) -> None:
         if answer.status == "failed":
             self._failed_here.add(answer.prompt_hash)
-        self._index.learn(answer.prompt_hash, _known(answer))
-
-
-def _known(answer: Answer) -> Known:
-    return Known(answer.status, answer.finish_reason, answer.max_new_tokens)
+        self._index.learn(answer.prompt_hash, known_of(answer))
 
 
 def goes_on(status: str) -> bool:

@@ -187,7 +187,7 @@ def test_release_holds_the_views_that_are_wanted(mill: Mill) -> None:
 
 @pytest.mark.usefixtures("unread")
 def test_release_is_cut_into_numbered_shards(mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "_ROWS_A_BATCH", 1)
+    monkeypatch.setattr("promptmill.release.shards._ROWS_A_BATCH", 1)
     mill.answer(0, 1, 2, 3, reasoning="because " * 80_000)  # 0.64 MB each
     folder = mill.folder / mill.publish(shard_mb=1).revision / "data" / "turns"
     shards = sorted(folder.iterdir())

@@ -15,15 +15,14 @@ import pytest
 
 from promptmill.errors import ConfigError, LockHeld, StoreError
 from promptmill.settings import Profile
+from promptmill.store.index import Known, supersedes
 from promptmill.store.journal import Journal, JournalReader
 from promptmill.store.segments import Segments
 from promptmill.store.store import (
-    Known,
     Store,
     check_disk,
     journal_path,
     next_pending,
-    supersedes,
 )
 from promptmill.types import STATUSES, Answer
 from tests.helpers_store import (
