@@ -48,13 +48,13 @@ class SegmentIndex:
     def _load(self, names: Sequence[str]) -> tuple[Index, int]:
         """The kept index, and of how many of `names` it is; an empty one where it is none of theirs."""
         try:
-            with np.load(self.path, allow_pickle=False) as file:
+            with self.path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 about = json.loads(file["about"].tobytes())
                 n = about["segments"]
                 if about["layout"] == _LAYOUT and about["names"] == _digest(names[:n]):
                     kinds = [Known(*kind) for kind in about["kinds"]]
                     return Index.load(file["digests"], file["codes"], kinds), n
-        except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
+        except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
             pass
         return Index(), 0
 
