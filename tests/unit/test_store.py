@@ -502,6 +502,20 @@ def test_next_pending_goes_back_to_a_cut_or_failed_turn(store: Store) -> None:
     assert next_pending(store, [sha("d"), sha("e")], CAP, True) == 0
 
 
+def test_count_takes_each_conversation_to_its_end(tmp_path: Path, store: Store) -> None:
+    manifest = make_manifest(tmp_path, [["a", "b", "c"], "d", ["e", "f"], "g", "h"])
+    three, one, two, lost, _ = (row[0] for row in keys_of(manifest))
+    put_chain(store, three, "answered")
+    put_chain(store, one, "answered")
+    put_chain(store, two, "truncated")  # its second turn is never asked
+    put_chain(store, lost, "failed")
+    assert store.count(manifest, False) == (8, 1 + 1 + 2 + 1)
+    assert store.count(manifest, True) == (8, 5), "not twice in one run"
+    store._failed_here.clear()  # a later run
+    assert store.count(manifest, True) == (8, 4)
+    assert store.count(manifest, False) == (8, 5)
+
+
 def test_remember_is_recalled_by_a_later_run(store: Store, profile: Profile) -> None:
     store.remember("remedies", {"fraction": 0.88})
     assert reread(profile).recall("remedies") == {"fraction": 0.88}
