@@ -127,6 +127,7 @@ def main() -> None:
             "segments": len(Segments(LocalFolder(str(folder / "store"))).names()),
             "making_s": made,
             "first_run_s": first,
+            "store_first_time": first_time(path),
             "store": [in_a_process(STORE, str(path)) for _ in range(TIMES)],
             "status_s": [timed(["status", str(path)], {}) for _ in range(TIMES)],
             "run": [watched(path, api) for _ in range(TIMES)],
@@ -260,6 +261,12 @@ def in_a_process(code: str, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
+def first_time(path: Path) -> dict[str, Any]:
+    """The store as it is opened where its keys were never read."""
+    (path.parent / "store/journal-keys.npz").unlink(missing_ok=True)
+    return in_a_process(STORE, str(path))
+
+
 def timed(arguments: list[str], env: dict[str, str]) -> float:
     start = time.perf_counter()
     command = [str(BIN / "promptmill"), *arguments]
@@ -275,17 +282,26 @@ def watched(path: Path, env: dict[str, str]) -> dict[str, Any]:
     """One run; and whether it launched, rendered or published anything."""
     folder = path.parent
     before = prompt_files(folder), (folder / "release/latest.json").stat().st_mtime_ns
-    start, spent = time.perf_counter(), os.times()
     command = [str(BIN / "promptmill"), "run", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    after = os.times()
+    start = time.perf_counter()
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, cwd=ROOT, env=env, stdout=said) as child,
+    ):
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        text = said.read()
     return {
         "s": round(time.perf_counter() - start, 2),
-        "cpu_s": round(after[2] + after[3] - spent[2] - spent[3], 2),
-        "nothing_new": "(nothing new)" in done.stdout,
+        "cpu_s": round(used.ru_utime + used.ru_stime, 2),
+        "max_rss_mb": round(used.ru_maxrss / 1e3, 1),
+        "exit_status": child.returncode,
+        "nothing_new": "(nothing new)" in text,
         "launched": (folder / "launched").exists(),
         "prompts_untouched": prompt_files(folder) == before[0],
         "release_untouched": (folder / "release/latest.json").stat().st_mtime_ns == before[1],
+        "load_1min": round(os.getloadavg()[0], 2),
     }
 
 
