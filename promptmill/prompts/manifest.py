@@ -205,7 +205,7 @@ def read_key_arrays(manifest: Manifest) -> Iterator[Keys]:
 def _key_columns(manifest: Manifest) -> Iterator[Any]:
     """That one column of the file, in pieces that are not empty."""
     with pq.ParquetFile(manifest.path) as file:
-        for batch in file.iter_batches(batch_size=_ROWS_OF_KEYS, columns=["prompt_hashes"]):
+        for batch in file.iter_batches(_ROWS_OF_KEYS, columns=["prompt_hashes"], use_threads=False):
             if len(batch):
                 yield batch.column("prompt_hashes")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from promptmill.errors import StoreError
 from promptmill.files import written_whole
@@ -40,6 +41,7 @@ class SegmentIndex:
         found = [_arrays(index, table) for table in segments.keys(names[known:])]
         if found:
             index.learn_many(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+            pa.default_memory_pool().release_unused()
         if len(names) - known >= _KEEP_AT:
             with suppress(OSError):  # a shortcut that cannot be kept, is not
                 self._save(index, names)

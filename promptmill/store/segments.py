@@ -49,8 +49,7 @@ SCHEMA = pa.schema(
 )
 KEY_COLUMNS = ["prompt_hash", "status", "finish_reason", "max_new_tokens"]
 _ROW_GROUP = 500
-_READERS = 8
-_READ_AHEAD = 16
+_READERS = 4
 
 
 class Segments:
@@ -107,13 +106,14 @@ class Segments:
 
     def _read(self, name: str, columns: list[str]) -> Any:
         with self._opened(name, columns) as file:
-            return file.read(columns=columns)
+            # Each of Arrow's own threads would keep some megabytes for what it decodes.
+            return file.read(columns=columns, use_threads=False)
 
     def _read_all(self, names: Sequence[str], columns: list[str]) -> Iterator[list[Any]]:
         """These columns as a table a segment, in order, some segments at a time."""
         with ThreadPoolExecutor(_READERS) as readers:  # a run of days leaves thousands, each a file to open
-            for start in range(0, len(names), _READ_AHEAD):
-                some = names[start : start + _READ_AHEAD]
+            for start in range(0, len(names), _READERS):
+                some = names[start : start + _READERS]
                 yield list(readers.map(lambda name: self._read(name, columns), some))
 
     def _batches(self, name: str) -> Iterator[Any]:
