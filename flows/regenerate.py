@@ -65,15 +65,17 @@ def regenerate(
 
 def _prepare(run: Run, refresh: bool) -> list[Manifest]:
     """Read and render all partitions before any server is started."""
+    before = {} if refresh else {name: run.prepared(name) for name in run.partitions}
     futures = {
         name: prepare_partition.with_options(refresh_cache=refresh or not run.is_prepared(name)).submit(
-            run, name
+            run, name, refresh
         )
         for name in run.partitions
     }
     manifests = [Manifest.from_json(future.result()) for future in futures.values()]
     for manifest, future in zip(manifests, futures.values(), strict=True):
-        events.tell(events.Prepared(manifest, reused=future.state.name == "Cached"))
+        reused = future.state.name == "Cached" or manifest == before.get(manifest.partition)
+        events.tell(events.Prepared(manifest, reused))
     run.accept(manifests)
     return manifests
 

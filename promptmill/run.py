@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from promptmill import events
 from promptmill.chat import ChatRenderer, read_template
 from promptmill.errors import ConfigError, LockHeld, StoreError
 from promptmill.generation.mill import Mill
 from promptmill.model import Model, load_tokenizer, resolve_model
 from promptmill.prompts import manifest as manifests_
-from promptmill.prompts.manifest import Preparation
+from promptmill.prompts.manifest import Keys, Preparation
 from promptmill.prompts.sources import list_files
 from promptmill.release.dataset import Release, publish
 from promptmill.serving import command
@@ -113,6 +116,12 @@ class Run:
         """Whether the files of an unchanged partition are still there."""
         return all(path.is_file() for path in self.preparation(partition).paths())
 
+    def prepared(self, partition: str) -> Manifest | None:
+        """The partition's current manifest, if its source and settings are what they were."""
+        current = manifests_.load_current(self.store.manifests, partition)
+        unchanged = current is not None and current.key == self.preparation(partition).key()
+        return current if unchanged else None
+
     def accept(self, manifests: Sequence[Manifest]) -> None:
         """Take these manifests as the partitions' current ones.
 
@@ -154,18 +163,16 @@ class Run:
         return release
 
     def _check_redo(self, before: Manifest, after: Manifest) -> None:
-        known: dict[str, list[list[str]]] = {
-            row.id: row.prompt_hashes
-            for row in manifests_.read_prompts(before)
-            if self.store.row_status(row.prompt_hashes, before.max_new_tokens) != "pending"
-        }
+        def pending(keys: Keys) -> npt.NDArray[np.bool_]:
+            return self.store.progress(keys, before.max_new_tokens).pending_rows()
+
+        answered = manifests_.read_prompts(before, lambda keys: ~pending(keys))
+        known = {row.id: row.prompt_hashes for row in answered}
         if not known:
             return
         redone = sum(
-            row.id in known
-            and row.prompt_hashes != known[row.id]
-            and self.store.row_status(row.prompt_hashes, before.max_new_tokens) == "pending"
-            for row in manifests_.read_prompts(after)
+            row.id in known and row.prompt_hashes != known[row.id]
+            for row in manifests_.read_prompts(after, pending)
         )
         changed = sorted(
             name

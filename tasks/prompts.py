@@ -24,6 +24,10 @@ def _unchanged(_: object, parameters: dict[str, Any]) -> str:
     persist_result=True,
     result_serializer="json",
 )
-def prepare_partition(run: Run, partition: str) -> dict[str, Any]:
-    """Read, render, count and hash a partition's prompts; its manifest as plain data."""
-    return prepare(run.preparation(partition)).to_json()
+def prepare_partition(run: Run, partition: str, anew: bool = False) -> dict[str, Any]:
+    """Read, render, count and hash a partition's prompts; its manifest as plain data.
+
+    What lies there prepared is taken as it is, whatever Prefect remembers of it, unless it is wanted `anew`.
+    """
+    prepared = None if anew else run.prepared(partition)
+    return (prepared or prepare(run.preparation(partition))).to_json()

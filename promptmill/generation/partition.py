@@ -10,9 +10,8 @@ from promptmill.chat import ChatRenderer
 from promptmill.generation.figures import Counter
 from promptmill.generation.prompts import PromptMaker
 from promptmill.generation.resume import kept_tokens
-from promptmill.prompts.manifest import read_keys
 from promptmill.settings import Profile, SamplingSettings
-from promptmill.store.store import Store, next_pending
+from promptmill.store.store import Store
 from promptmill.types import Manifest, Tally
 
 
@@ -61,10 +60,4 @@ def make_partition(
 
 def count(store: Store, manifest: Manifest, retry_failed: bool) -> Counter:
     """Requests that are done and, each conversation going on to its end, will be."""
-    done = total = 0
-    for samples in read_keys(manifest):
-        for hashes in samples:
-            turn = next_pending(store, hashes, manifest.max_new_tokens, retry_failed)
-            done += len(hashes) if turn is None else turn
-            total += len(hashes)
-    return Counter(total, done)
+    return Counter(*store.count(manifest, retry_failed))

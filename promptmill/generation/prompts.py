@@ -10,8 +10,9 @@ from promptmill.chat import ChatRenderer, as_message
 from promptmill.errors import PromptRejected
 from promptmill.generation.order import family_of, in_families
 from promptmill.model import Model
-from promptmill.prompts.manifest import read_keys, read_prompts
+from promptmill.prompts.manifest import Keys, read_keys, read_prompts
 from promptmill.release.quality import judge
+from promptmill.store.progress import Progress
 from promptmill.store.store import Store, goes_on, next_pending
 from promptmill.types import Answer, Completion, Manifest, Prompt, PromptRow
 
@@ -41,7 +42,7 @@ class PromptMaker:
     def _in_input_order(self) -> Iterator[Prompt]:
         halves = self._answers_of_halves()
         partials = self._store.partials(self._manifest.partition)
-        for row in read_prompts(self._manifest):
+        for row in read_prompts(self._manifest, lambda keys: self._progress(keys).pending_rows()):
             for sample, hashes in enumerate(row.prompt_hashes):
                 turn = next_pending(self._store, hashes, self._manifest.max_new_tokens, self._retry_failed)
                 if turn is None:
@@ -95,14 +96,14 @@ class PromptMaker:
     def _answers_of_halves(self) -> dict[str, Answer]:
         """The answers of conversations that stopped in the middle; there are as many as were in flight."""
         wanted: set[str] = set()
-        for samples in read_keys(self._manifest):
+        for samples in read_keys(self._manifest, lambda keys: self._progress(keys).half_rows()):
             for hashes in samples:
-                if len(hashes) > 1:
-                    turn = next_pending(
-                        self._store, hashes, self._manifest.max_new_tokens, self._retry_failed
-                    )
-                    wanted.update(hashes[:turn] if turn else ())
+                turn = next_pending(self._store, hashes, self._manifest.max_new_tokens, self._retry_failed)
+                wanted.update(hashes[:turn] if turn else ())
         return self._store.lookup(wanted) if wanted else {}
+
+    def _progress(self, keys: Keys) -> Progress:
+        return self._store.progress(keys, self._manifest.max_new_tokens, self._retry_failed)
 
 
 class Recorder:

@@ -10,13 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from promptmill.model import Model
 from promptmill.settings import SamplingSettings
 from promptmill.types import Message
 
 SCHEMA_VERSION = 1
+DIGEST = np.dtype("S16")
+"""A prompt hash in memory: its first 128 bits. No two of 10^9 prompts share them by chance."""
+Digests = npt.NDArray[np.bytes_]
+
+_HEX_DIGITS = 64
+_NO_DIGIT = 0xFF
+_VALUE_OF = np.full(256, _NO_DIGIT, np.uint8)
+_VALUE_OF[np.frombuffer(b"0123456789abcdef", np.uint8)] = range(16)
 
 
 class PromptHasher:
@@ -52,10 +64,46 @@ class PromptHasher:
         return hashes
 
 
-def digest_of(parts: Sequence[str]) -> str:
+class RunningDigest:
+    """A hash of texts in their order, that grows with none of them."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, parts: Iterable[str]) -> None:
+        for part in parts:
+            self._digest.update(part.encode())
+            self._digest.update(b"\n")
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def digest_of(parts: Iterable[str]) -> str:
     """A hash of texts in their order."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode())
-        digest.update(b"\n")
+    digest = RunningDigest()
+    digest.update(parts)
     return digest.hexdigest()
+
+
+def digest(prompt_hash: str) -> bytes:
+    """A prompt hash as it is kept in memory. Raises ValueError where it is none."""
+    if len(prompt_hash) != _HEX_DIGITS:
+        raise ValueError(f"{prompt_hash[:80]!r} is no prompt hash")
+    return bytes.fromhex(prompt_hash[: 2 * DIGEST.itemsize])
+
+
+def digests(prompt_hashes: Any) -> Digests:
+    """The same of an Arrow array of strings, all at once. Raises ValueError where one is no prompt hash."""
+    n, (_, offsets, data) = len(prompt_hashes), prompt_hashes.buffers()
+    if not n:
+        return np.empty(0, DIGEST)
+    ends = np.frombuffer(offsets, np.int32)[prompt_hashes.offset :][: n + 1]
+    if prompt_hashes.null_count or (np.diff(ends) != _HEX_DIGITS).any():
+        raise ValueError("a prompt hash has not 64 digits")
+    text = np.frombuffer(data, np.uint8)[ends[0] : ends[-1]].reshape(n, _HEX_DIGITS)
+    values = _VALUE_OF[text[:, : 2 * DIGEST.itemsize]]
+    if (values == _NO_DIGIT).any():
+        raise ValueError("a prompt hash is not hexadecimal")
+    packed = np.ascontiguousarray(values[:, 0::2] << 4 | values[:, 1::2])
+    return packed.reshape(-1).view(DIGEST)

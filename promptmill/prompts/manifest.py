@@ -10,12 +10,14 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,11 +27,13 @@ from promptmill.errors import ConfigError, PromptRejected
 from promptmill.files import written_whole
 from promptmill.model import Model
 from promptmill.prompts import formats, sources
-from promptmill.prompts.hashing import SCHEMA_VERSION, PromptHasher, digest_of
+from promptmill.prompts.hashing import SCHEMA_VERSION, Digests, PromptHasher, RunningDigest, digests
 from promptmill.settings import PartitionSettings, Profile
 from promptmill.types import Manifest, PromptRow, Reject
 
 _BATCH = 1000
+_AT_A_TIME = 100
+_ROWS_OF_KEYS = 10_000
 _EXAMPLES = 3
 _SCHEMA = pa.schema(
     [
@@ -109,7 +113,7 @@ def prepare(preparation: Preparation) -> Manifest:
         examples=summary.examples,
         prompt_tokens=summary.tokens,
         longest_prompt=summary.longest,
-        digest=digest_of(summary.hashes),
+        digest=summary.hashes.hexdigest(),
         max_new_tokens=preparation.profile.max_new_tokens(part),
         identity=preparation.identity(),
     )
@@ -139,27 +143,89 @@ def is_whole(manifest: Manifest) -> bool:
     return Path(manifest.path).is_file() and Path(manifest.rejects_path).is_file()
 
 
-def read_prompts(manifest: Manifest) -> Iterator[PromptRow]:
-    """The prompts in input order, as a stream."""
-    with pq.ParquetFile(manifest.path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH):
-            for row in batch.to_pylist():
-                yield PromptRow(
-                    row=row["row"],
-                    id=row["id"],
-                    location=row["location"],
-                    turns=sources.loads(row["turns"]),
-                    tools=sources.loads(row["tools"]) if row["tools"] else None,
-                    input_ids=row["input_ids"],
-                    prompt_hashes=row["prompt_hashes"],
-                )
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The prompt hashes of some rows in a row, as arrays: what is counted is counted without a loop."""
+
+    digests: Digests
+    """Of every turn of every sample of every row."""
+    chains: npt.NDArray[np.int64]
+    """Where each sample's turns start among the digests."""
+    rows: npt.NDArray[np.int64]
+    """Where each row's samples start among the chains."""
 
 
-def read_keys(manifest: Manifest) -> Iterator[list[list[str]]]:
-    """The prompt hashes of every prompt in input order, by sample and turn; reads one column only."""
+Wanted = Callable[[Keys], npt.NDArray[np.bool_]]
+"""Tells, of each row, whether it is wanted."""
+
+
+def read_prompts(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[PromptRow]:
+    """The prompts in input order, as a stream.
+
+    With `wanted`, those alone; of what holds none of them nothing but the hashes is read.
+    """
     with pq.ParquetFile(manifest.path) as file:
-        for batch in file.iter_batches(batch_size=10_000, columns=["prompt_hashes"]):
-            yield from batch.column("prompt_hashes").to_pylist()
+        for group in range(file.num_row_groups):
+            chosen: Any = None
+            if wanted is not None:
+                column = file.read_row_group(group, columns=["prompt_hashes"]).column(0).combine_chunks()
+                chosen = _where(wanted(_keys(column))) if len(column) else []
+                if not len(chosen):
+                    continue
+            table = file.read_row_group(group)
+            if chosen is not None:
+                table = table.take(chosen)
+            # Ids become Python's integers, ten times as large: not for a thousand long prompts at a time.
+            for batch in table.to_batches(max_chunksize=_AT_A_TIME):
+                for row in batch.to_pylist():
+                    yield PromptRow(
+                        row=row["row"],
+                        id=row["id"],
+                        location=row["location"],
+                        turns=sources.loads(row["turns"]),
+                        tools=sources.loads(row["tools"]) if row["tools"] else None,
+                        input_ids=row["input_ids"],
+                        prompt_hashes=row["prompt_hashes"],
+                    )
+
+
+def read_keys(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[list[list[str]]]:
+    """The prompt hashes of every prompt in input order, by sample and turn; of the `wanted` ones alone."""
+    for column in _key_columns(manifest):
+        if wanted is not None:
+            column = column.take(_where(wanted(_keys(column))))
+        yield from column.to_pylist()
+
+
+def read_key_arrays(manifest: Manifest) -> Iterator[Keys]:
+    """The same of all prompts as arrays, some thousand rows at a time."""
+    return map(_keys, _key_columns(manifest))
+
+
+def _key_columns(manifest: Manifest) -> Iterator[Any]:
+    """That one column of the file, in pieces that are not empty."""
+    with pq.ParquetFile(manifest.path) as file:
+        for batch in file.iter_batches(_ROWS_OF_KEYS, columns=["prompt_hashes"], use_threads=False):
+            if len(batch):
+                yield batch.column("prompt_hashes")
+
+
+def _keys(column: Any) -> Keys:
+    samples = column.flatten()
+    return Keys(digests(samples.flatten()), _starts(samples), _starts(column))
+
+
+def _starts(lists: Any) -> npt.NDArray[np.int64]:
+    """Where each list starts among the values of all; from the buffer, as Arrow's own way imports pandas."""
+    offsets: npt.NDArray[np.int32] = np.frombuffer(lists.buffers()[1], np.int32)[lists.offset :]
+    starts: npt.NDArray[np.int64] = (offsets[: len(lists)] - offsets[0]).astype(np.int64)
+    return starts
+
+
+def _where(chosen: npt.NDArray[np.bool_]) -> Any:
+    """The places that are true, as Arrow takes them."""
+    places = np.flatnonzero(chosen).astype(np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)])
 
 
 def read_rejects(manifest: Manifest) -> Iterator[Reject]:
@@ -173,7 +239,7 @@ class _Summary:
         self.prompts = 0
         self.tokens = 0
         self.longest = 0
-        self.hashes: list[str] = []
+        self.hashes = RunningDigest()
         self.rejected: Counter[str] = Counter()
         self.examples: list[str] = []
 
@@ -182,7 +248,7 @@ class _Summary:
         self.tokens += len(row.input_ids)
         self.longest = max(self.longest, len(row.input_ids))
         for chain in row.prompt_hashes:
-            self.hashes.extend(chain)
+            self.hashes.update(chain)
 
     def reject(self, reject: Reject) -> None:
         self.rejected[reject.reason] += 1

@@ -2,7 +2,8 @@
 
 A release is written locally, loaded with `load_dataset` in a process of its own, put to its address object by
 object, each verified, and only then pointed to. Whatever breaks before that leaves the previous release in
-force. The same rows give the same fingerprint, and then nothing is published.
+force. The same rows give the same fingerprint, and then nothing is published; where not even a prompt or an
+answer has come since, none is read.
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from promptmill import __version__
 from promptmill.errors import ReleaseError, ReleaseRefused, StoreError
 from promptmill.model import Model
-from promptmill.prompts.manifest import read_keys, read_prompts
+from promptmill.prompts.manifest import read_prompts
 from promptmill.release.card import write_card
+from promptmill.release.shards import Shards
 from promptmill.release.views import SCHEMAS, rows_of
 from promptmill.settings import Profile
+from promptmill.store.answers import Answers
 from promptmill.store.objects import Folder, LocalFolder, open_folder
 from promptmill.store.store import Store
-from promptmill.types import Answer, Manifest, PromptRow, Tally
+from promptmill.types import Manifest, Tally
 
 LAYOUT_VERSION = 1
 POINTER = "latest.json"
-_ROWS_A_BATCH = 256
-_ROW_GROUP_BYTES = 32_000_000
+_PROMPTS_AT_A_TIME = 256
 _READ_BACK_TIMEOUT_S = 1800
 
 
@@ -76,6 +79,18 @@ class _Publisher:
         self._folder = folder
 
     def publish(self, manifests: Sequence[Manifest], tallies: Sequence[Tally]) -> Release:
+        standing, inputs = self._in_force(), self._inputs(manifests)
+        remembered = f"release {self._folder.url}"
+        if standing and inputs and self._store.recall(remembered) == [standing["revision"], inputs]:
+            return self._unchanged(standing)
+        release = self._build(manifests, tallies, standing)
+        if inputs:
+            self._store.remember(remembered, [release.revision, inputs])
+        return release
+
+    def _build(
+        self, manifests: Sequence[Manifest], tallies: Sequence[Tally], standing: dict[str, Any] | None
+    ) -> Release:
         # Staged beside a local release, so that space is taken, and missed, on the disk that needs it.
         stage = (
             self._folder.path if isinstance(self._folder, LocalFolder) else self._store.journal_path.parent
@@ -83,23 +98,39 @@ class _Publisher:
         stage.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".staging-", dir=stage) as scratch:
             staged = Path(scratch)
+            answers = self._store.answers()
             rows: dict[str, int] = dict.fromkeys(self._profile.release.views, 0)
             files: dict[str, dict[str, Any]] = {}
             for manifest in manifests:
-                answers = self._answers(manifest)
-                for view in rows:
-                    # A view needs a file to be loaded: the first partition writes one even if it is empty.
-                    always = manifest is manifests[0]
-                    for path, n in self._write_shards(staged, view, manifest, answers, always):
+                # A view needs a file to be loaded: the first partition writes one even if it is empty.
+                always = manifest is manifests[0]
+                for view, shards in self._write_shards(staged, manifest, answers, always).items():
+                    for path, n in shards:
                         files[str(path.relative_to(staged))] = {"rows": n, **_describe(path)}
                         rows[view] += n
             fingerprint = _fingerprint(files)
-            if standing := self._standing(fingerprint):
-                return standing
+            if standing and standing.get("fingerprint") == fingerprint:
+                return self._unchanged(standing)
             return self._put(staged, files, rows, fingerprint, tallies)
 
-    def _standing(self, fingerprint: str) -> Release | None:
-        """The release that is in force, if it is the same as this one and its files are there."""
+    def _inputs(self, manifests: Sequence[Manifest]) -> str | None:
+        """A hash of what a release is made from; None where that cannot be told without reading it."""
+        answers = self._store.fingerprint()
+        if answers is None:
+            return None
+        prompts = [
+            (m.partition, m.key, (stat := Path(m.path).stat()).st_size, stat.st_mtime_ns) for m in manifests
+        ]
+        settings = self._profile.release
+        made_by = [LAYOUT_VERSION, __version__, settings.views, settings.shard_mb]
+        return hashlib.sha256(json.dumps([*made_by, prompts, answers]).encode()).hexdigest()
+
+    def _unchanged(self, standing: dict[str, Any]) -> Release:
+        revision = standing["revision"]
+        return Release(revision, self._folder.address(revision), False, standing["rows"])
+
+    def _in_force(self) -> dict[str, Any] | None:
+        """The manifest of the release that is pointed to, if its files are there."""
         pointer = self._folder.read_bytes(POINTER)
         if pointer is None:
             return None
@@ -110,13 +141,12 @@ class _Publisher:
                 f"{self._folder.address(POINTER)} is not a release pointer: move it away."
             ) from None
         manifest = self._folder.read_bytes(f"{revision}/manifest.json")
-        described = json.loads(manifest) if manifest else {}
-        if described.get("fingerprint") != fingerprint:
+        if manifest is None:
             return None
+        described: dict[str, Any] = {**json.loads(manifest), "revision": revision}
         names = set(self._folder.names(revision))
-        if not all(f"{revision}/{name}" in names for name in described["files"]):
-            return None
-        return Release(revision, self._folder.address(revision), False, described["rows"])
+        whole = all(f"{revision}/{name}" in names for name in described.get("files", [""]))
+        return described if whole else None
 
     def _put(
         self,
@@ -156,38 +186,26 @@ class _Publisher:
         self._folder.put_bytes(json.dumps(pointer).encode(), POINTER)
         return Release(revision, self._folder.address(revision), True, rows)
 
-    def _answers(self, manifest: Manifest) -> dict[str, Answer]:
-        hashes = {h for samples in read_keys(manifest) for hashes in samples for h in hashes}
-        return self._store.lookup(hashes)
-
     def _write_shards(
-        self, staged: Path, view: str, manifest: Manifest, answers: dict[str, Answer], always: bool
-    ) -> list[tuple[Path, int]]:
-        """The partition's shards of a view and their rows; none for a partition without rows, or one empty
-        one if `always`."""
-        folder = staged / "data" / view
-        folder.mkdir(parents=True, exist_ok=True)
-        schema = SCHEMAS[view]
-        shards: list[tuple[Path, int]] = []
+        self, staged: Path, manifest: Manifest, answers: Answers, always: bool
+    ) -> dict[str, list[tuple[Path, int]]]:
+        """The partition's shards and their rows by view, from some prompts and their answers at a time."""
         limit = self._profile.release.shard_mb * 1_000_000
-        rows = _batches(view, manifest.partition, read_prompts(manifest), answers)
-        batch = next(rows, None)
-        while batch is not None or (always and not shards):
-            path = folder / f"{manifest.partition}-{len(shards):05d}.parquet"
-            written = n = 0
-            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-                while batch is not None and written < limit:
-                    table = pa.Table.from_pylist(batch, schema=schema)
-                    writer.write_table(table, row_group_size=_row_group(table))
-                    written += table.nbytes
-                    n += table.num_rows
-                    batch = next(rows, None)
-            shards.append((path, n))
-        named = []
-        for i, (path, n) in enumerate(shards):
-            name = f"{manifest.partition}-{i:05d}-of-{len(shards):05d}.parquet"
-            named.append((path.rename(path.with_name(name)), n))
-        return named
+        prompts = read_prompts(manifest)
+        with ExitStack() as stack:
+            views = {
+                view: stack.enter_context(
+                    Shards(staged / "data" / view, manifest.partition, SCHEMAS[view], limit)
+                )
+                for view in self._profile.release.views
+            }
+            while some := list(islice(prompts, _PROMPTS_AT_A_TIME)):
+                hashes = {h for prompt in some for chain in prompt.prompt_hashes for h in chain}
+                found = self._store.lookup(hashes, answers)
+                for prompt in some:
+                    for view, shards in views.items():
+                        shards.add(rows_of(view, manifest.partition, prompt, found))
+            return {view: shards.finish(always) for view, shards in views.items()}
 
 
 def read_back(folder: Path, rows: dict[str, int]) -> None:
@@ -217,25 +235,6 @@ def read_back(folder: Path, rows: dict[str, int]) -> None:
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise ReleaseError(f"the staged release does not load with load_dataset: {last}")
-
-
-def _batches(
-    view: str, partition: str, prompts: Iterator[PromptRow], answers: dict[str, Answer]
-) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    for prompt in prompts:
-        batch.extend(rows_of(view, partition, prompt, answers))
-        if len(batch) >= _ROWS_A_BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _row_group(table: pa.Table) -> int:
-    """Rows a row group, by bytes: a reader holds one group at a time."""
-    mean = max(1, int(table.nbytes) // max(1, int(table.num_rows)))
-    return max(1, _ROW_GROUP_BYTES // mean)
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from promptmill.chat import ChatRenderer
 from promptmill.model import Model
 from promptmill.serving.client import Client
 from promptmill.serving.command import vocabulary
-from promptmill.serving.openai_client import OpenAIClient
 from promptmill.serving.server import Server
 from promptmill.serving.sglang_client import SGLangClient
 from promptmill.settings import Profile
@@ -17,6 +16,8 @@ def make_client(
 ) -> Client:
     """To be made in the event loop that will use it."""
     if profile.server.engine != "sglang":
+        from promptmill.serving.openai_client import OpenAIClient  # the package takes two seconds to import
+
         return OpenAIClient(server.url, server.api_key, served_model_name)
     return SGLangClient(
         server.url,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,6 +48,7 @@ SCHEMA = pa.schema(
 )
 KEY_COLUMNS = ["prompt_hash", "status", "finish_reason", "max_new_tokens"]
 _ROW_GROUP = 500
+_READERS = 4
 
 
 class Segments:
@@ -77,17 +79,22 @@ class Segments:
             raise StoreError(f"segment {self._folder.address(name)}: rows are missing after writing it")
         return name
 
-    def keys(self, names: Iterable[str]) -> Iterator[tuple[str, str, str, int]]:
-        """(prompt_hash, status, finish_reason, max_new_tokens) of every row."""
-        for name in names:
-            table = self._read(name, KEY_COLUMNS)
-            yield from zip(*(table.column(column).to_pylist() for column in KEY_COLUMNS), strict=True)
+    def keys(self, names: Sequence[str]) -> Iterator[Any]:
+        """The KEY_COLUMNS of all rows in order, as Arrow tables of some segments each."""
+        return map(pa.concat_tables, self._read_all(names, KEY_COLUMNS))
+
+    def hashes(self, names: Sequence[str]) -> Iterator[Any]:
+        """The prompt hashes of each segment, as an Arrow array."""
+        for tables in self._read_all(names, ["prompt_hash"]):
+            yield from (table.column("prompt_hash").combine_chunks() for table in tables)
 
     def flagged(self, flag: str, names: Iterable[str]) -> Iterator[str]:
-        """Hashes of the answers with this flag."""
+        """Hashes of the answers with this flag or of this status."""
         for name in names:
-            table = self._read(name, ["prompt_hash", "flags"])
-            yield from (row["prompt_hash"] for row in table.to_pylist() if flag in row["flags"])
+            table = self._read(name, ["prompt_hash", "status", "flags"])
+            for row in table.to_pylist():
+                if flag == row["status"] or flag in row["flags"]:
+                    yield row["prompt_hash"]
 
     def lookup(self, hashes: Set[str], names: Iterable[str]) -> Iterator[Answer]:
         """The answers to `hashes`, segment by segment in the order of `names`."""
@@ -99,7 +106,15 @@ class Segments:
 
     def _read(self, name: str, columns: list[str]) -> Any:
         with self._opened(name, columns) as file:
-            return file.read(columns=columns)
+            # Each of Arrow's own threads would keep some megabytes for what it decodes.
+            return file.read(columns=columns, use_threads=False)
+
+    def _read_all(self, names: Sequence[str], columns: list[str]) -> Iterator[list[Any]]:
+        """These columns as a table a segment, in order, some segments at a time."""
+        with ThreadPoolExecutor(_READERS) as readers:  # a run of days leaves thousands, each a file to open
+            for start in range(0, len(names), _READERS):
+                some = names[start : start + _READERS]
+                yield list(readers.map(lambda name: self._read(name, columns), some))
 
     def _batches(self, name: str) -> Iterator[Any]:
         with self._opened(name, SCHEMA.names) as file:

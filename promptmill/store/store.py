@@ -5,31 +5,29 @@ from __future__ import annotations
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from promptmill.errors import ConfigError
-from promptmill.prompts.manifest import read_keys
+from promptmill.prompts.hashing import DIGEST, digest
+from promptmill.prompts.manifest import Keys, read_key_arrays
 from promptmill.settings import Profile
+from promptmill.store.answers import Answers, known_of
+from promptmill.store.index import Index, Known
 from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
 from promptmill.store.objects import LocalFolder, open_folder
+from promptmill.store.progress import FAILED, PENDING, Progress, is_cut_below, rank
+from promptmill.store.segment_index import SegmentIndex
 from promptmill.store.segments import Segments
-from promptmill.types import WORST_FIRST, Answer, Manifest, Status, Tally
+from promptmill.types import STATUSES, WORST_FIRST, Answer, Manifest, Tally
 
 SEAL_BYTES = 64_000_000
 _SEAL_ROWS = 5000
-
-
-class Known(NamedTuple):
-    """What is kept in memory of an answer."""
-
-    status: str
-    finish_reason: str
-    max_new_tokens: int
 
 
 class Store:
@@ -43,7 +41,8 @@ class Store:
         self._journal = Journal(self.journal_path)
         self._reader = JournalReader(self.journal_path)
         self._segments = Segments(self.folder)
-        self._known: dict[str, Known] = {}
+        self._index = Index()
+        self._segment_index = SegmentIndex(self.journal_path.with_name(f"{self.journal_path.stem}-keys.npz"))
         self._failed_here: set[str] = set()
         self._sealing = threading.Lock()
 
@@ -75,19 +74,22 @@ class Store:
     def refresh(self) -> None:
         """Read what is done. Journal first: an answer moves from there to a segment, never back."""
         journaled = list(self._reader.keys())
-        self._known = {}
-        for prompt_hash, status, reason, cap in chain(self._segments.keys(self._segments.names()), journaled):
-            self._learn(prompt_hash, Known(status, reason, cap))
+        self._index = self._segment_index.read(self._segments)
+        for prompt_hash, status, reason, cap in journaled:
+            self._index.learn(prompt_hash, Known(status, reason, cap))
 
     def known(self, prompt_hash: str) -> Known | None:
-        return self._known.get(prompt_hash)
+        return self._index.get(prompt_hash)
 
     def with_flag(self, name: str) -> set[str]:
         """Hashes of the answers of this status, or with this flag."""
-        found = {h for h, known in self._known.items() if known.status == name}
+        found: set[str] = set()
         for partition in self._reader.partitions():  # journal first, as in refresh
-            found.update(a.prompt_hash for a in self._reader.answers(partition) if name in a.flags)
+            answers = self._reader.answers(partition)
+            found.update(a.prompt_hash for a in answers if name == a.status or name in a.flags)
         found.update(self._segments.flagged(name, self._segments.names()))
+        if name in STATUSES:  # one that was answered in the end is no longer a failure
+            return {h for h in found if (known := self.known(h)) and known.status == name}
         return found
 
     def is_done(self, prompt_hash: str, max_new_tokens: int, retry_failed: bool = False) -> bool:
@@ -95,12 +97,20 @@ class Store:
 
         `retry_failed` asks again what failed earlier, and not what failed since this store was opened.
         """
-        known = self._known.get(prompt_hash)
+        known = self.known(prompt_hash)
         if known is None:
             return False
         if known.status == "failed":
             return not retry_failed or prompt_hash in self._failed_here
-        return not (known.finish_reason == "length" and known.max_new_tokens < max_new_tokens)
+        return not is_cut_below(known, max_new_tokens)
+
+    def progress(self, keys: Keys, max_new_tokens: int, retry_failed: bool = False) -> Progress:
+        """How far the rows of `keys` are: `is_done` of all their prompts at once."""
+        ranks = self._index.look_up(keys.digests, lambda known: rank(known, max_new_tokens), PENDING)
+        if retry_failed:
+            here = np.array([digest(h) for h in self._failed_here], DIGEST)
+            ranks[(ranks == FAILED) & ~np.isin(keys.digests, here)] = PENDING
+        return Progress.of(keys, ranks)
 
     def put(self, answer: Answer) -> Future[None]:
         """Resolves when the answer is durable and known; fails with StoreError."""
@@ -119,16 +129,22 @@ class Store:
     def forget_partials(self, partition: str) -> None:
         self._journal.forget_partials(partition)
 
-    def lookup(self, hashes: Iterable[str]) -> dict[str, Answer]:
-        """The answers to those of `hashes` that have one, the winning one each."""
-        wanted = {h for h in hashes if h in self._known}
-        found: dict[str, Answer] = {}
-        journaled = list(self._reader.lookup(sorted(wanted)))
-        for answer in (*self._segments.lookup(wanted, self._segments.names()), *journaled):
-            old = found.get(answer.prompt_hash)
-            if old is None or supersedes(_known(answer), _known(old)):
-                found[answer.prompt_hash] = answer
-        return found
+    def lookup(self, hashes: Iterable[str], answers: Answers | None = None) -> dict[str, Answer]:
+        """The answers to those of `hashes` that have one, the winning one each.
+
+        Who asks again and again passes `self.answers()`, which keeps in mind where they lie.
+        """
+        wanted = {h for h in hashes if self.known(h) is not None}
+        return (answers or self.answers()).lookup(wanted)
+
+    def answers(self) -> Answers:
+        return Answers(self._segments, self._reader)
+
+    def fingerprint(self) -> str | None:
+        """Another one whenever an answer has come; None while some lie in the journal alone."""
+        if self._reader.partitions():
+            return None
+        return hashlib.sha256("\n".join(self._segments.names()).encode()).hexdigest()
 
     def seal(self, partition: str, at_least: int = 0) -> int:
         """Move the partition's journaled answers to segments; returns their number.
@@ -150,27 +166,23 @@ class Store:
 
     def tally(self, manifest: Manifest) -> Tally:
         """The accounting of a partition, from its manifest and what is done."""
+        rows = np.zeros(len(WORST_FIRST), np.int64)
+        for keys in read_key_arrays(manifest):
+            progress = self.progress(keys, manifest.max_new_tokens)
+            rows += np.bincount(progress.row_ranks(), minlength=len(WORST_FIRST))
         tally = Tally(manifest.partition, rejected=dict(manifest.rejected))
+        tally.counts.update(dict(zip(WORST_FIRST, rows.tolist(), strict=True)))
         tally.counts["rejected"] = sum(manifest.rejected.values())
-        for samples in read_keys(manifest):
-            tally.counts[self.row_status(samples, manifest.max_new_tokens)] += 1
         return tally
 
-    def row_status(self, samples: Sequence[Sequence[str]], max_new_tokens: int) -> Status:
-        """A row is as the worst of its samples; a sample as the first turn that stopped it."""
-        found = {self._chain_status(hashes, max_new_tokens) for hashes in samples}
-        return next(status for status in WORST_FIRST if status in found)
-
-    def _chain_status(self, hashes: Sequence[str], max_new_tokens: int) -> str:
-        status = "answered"
-        for prompt_hash in hashes:
-            if not self.is_done(prompt_hash, max_new_tokens):
-                return "pending"
-            here = self._known[prompt_hash].status
-            if not goes_on(here):
-                return here
-            status = here if here == "flagged" else status
-        return status
+    def count(self, manifest: Manifest, retry_failed: bool) -> tuple[int, int]:
+        """Requests in all, and those that are done: each conversation is taken to go on to its end."""
+        total = done = 0
+        for keys in read_key_arrays(manifest):
+            progress = self.progress(keys, manifest.max_new_tokens, retry_failed)
+            total += int(progress.turns.sum())
+            done += int(progress.over.sum())
+        return total, done
 
     def remember(self, key: str, value: Any) -> None:
         self._journal.remember(key, value)
@@ -181,30 +193,12 @@ class Store:
     def _learn_answer(self, answer: Answer) -> None:
         if answer.status == "failed":
             self._failed_here.add(answer.prompt_hash)
-        self._learn(answer.prompt_hash, _known(answer))
-
-    def _learn(self, prompt_hash: str, new: Known) -> None:
-        old = self._known.get(prompt_hash)
-        if old is None or supersedes(new, old):
-            self._known[prompt_hash] = new
-
-
-def _known(answer: Answer) -> Known:
-    return Known(answer.status, answer.finish_reason, answer.max_new_tokens)
+        self._index.learn(answer.prompt_hash, known_of(answer))
 
 
 def goes_on(status: str) -> bool:
     """Whether a conversation's next turn is asked after an answer of this status."""
     return status in ("answered", "flagged")
-
-
-def supersedes(new: Known, old: Known) -> bool:
-    """The first answer wins, unless it failed or was cut and the new one had more room."""
-    if old.status == "failed":
-        return new.status != "failed"
-    return (
-        new.status != "failed" and old.finish_reason == "length" and new.max_new_tokens > old.max_new_tokens
-    )
 
 
 def journal_path(profile: Profile) -> Path:
@@ -230,15 +224,6 @@ def check_disk(folders: Iterable[Path], min_free_gib: float) -> None:
                 f"{folder}: {free_gib:.2f} GiB of disk are free, run.min_free_gib asks for {min_free_gib:g}. "
                 "Free some space, or lower the setting."
             )
-
-
-def pending_hashes(store: Store, manifest: Manifest, retry_failed: bool) -> Iterator[str]:
-    """Hashes that still need a request; of a conversation with several turns, the next one only."""
-    for samples in read_keys(manifest):
-        for hashes in samples:
-            pending = next_pending(store, hashes, manifest.max_new_tokens, retry_failed)
-            if pending is not None:
-                yield hashes[pending]
 
 
 def next_pending(store: Store, hashes: Sequence[str], max_new_tokens: int, retry_failed: bool) -> int | None:

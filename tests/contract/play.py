@@ -209,8 +209,9 @@ class Play:
         story, store = self.story, run.store
         story.tally = run.tally([manifest])[0]
         story.prompts = manifest.prompts
-        keys = [*store._reader.keys(), *store._segments.keys(store._segments.names())]
-        hashes = [key[0] for key in keys]
+        sealed = store._segments.keys(store._segments.names())
+        hashes = [h for table in sealed for h in table.column("prompt_hash").to_pylist()]
+        hashes += [key[0] for key in store._reader.keys()]  # noqa: SIM118  no dict
         assert len(hashes) == len(set(hashes)), "a prompt ended twice"
         story.answers = store.lookup(hashes)
         for answer in story.answers.values():

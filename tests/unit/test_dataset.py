@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,44 @@ def test_release_of_the_same_rows_is_not_new(mill: Mill) -> None:
     assert mill.revisions() == [first.revision]
 
 
+def unreadable(*_: Any) -> None:
+    raise AssertionError("answers were read")
+
+
+@pytest.mark.usefixtures("unread")
+def test_release_of_a_store_without_news_reads_no_answer(mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
+    mill.answer(0, 1, 2, 3)
+    mill.store.seal_all()
+    first = mill.publish()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "lookup", unreadable)
+        assert mill.publish() == Release(first.revision, first.address, False, first.rows)
+        for change in ({"views": ["turns"]}, {"shard_mb": 1}):
+            with pytest.raises(AssertionError, match="answers were read"):
+                mill.publish(**change)
+    assert mill.publish(views=["turns"]).new
+    assert mill.publish().new, "what is in force is another one now"
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("news", ["sealed answer", "journaled answer", "prompts"])
+def test_release_after_news_reads_the_answers(mill: Mill, monkeypatch: pytest.MonkeyPatch, news: str) -> None:
+    mill.answer(0, 1, 2, 3)
+    mill.store.seal_all()
+    mill.publish()
+    if news == "prompts":
+        os.utime(mill.manifest.path, (1, 1))
+    else:
+        mill.store.put(make_answer("f" * 64)).result()
+    if news == "sealed answer":
+        mill.store.seal_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "lookup", unreadable)
+        with pytest.raises(AssertionError, match="answers were read"):
+            mill.publish()
+    assert not mill.publish().new
+
+
 @pytest.mark.usefixtures("unread")
 def test_release_of_other_rows_is_new(mill: Mill) -> None:
     mill.answer(0, 1, 2)
@@ -140,6 +179,7 @@ def test_release_of_other_rows_is_new(mill: Mill) -> None:
 @pytest.mark.usefixtures("unread")
 def test_release_that_lost_a_file_is_made_again(mill: Mill) -> None:
     mill.answer(0, 1, 2, 3)
+    mill.store.seal_all()
     first = mill.publish()
     next((mill.folder / first.revision).glob("data/turns/*")).unlink()
     assert mill.publish().new
@@ -187,7 +227,7 @@ def test_release_holds_the_views_that_are_wanted(mill: Mill) -> None:
 
 @pytest.mark.usefixtures("unread")
 def test_release_is_cut_into_numbered_shards(mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "_ROWS_A_BATCH", 1)
+    monkeypatch.setattr("promptmill.release.shards._ROWS_A_BATCH", 1)
     mill.answer(0, 1, 2, 3, reasoning="because " * 80_000)  # 0.64 MB each
     folder = mill.folder / mill.publish(shard_mb=1).revision / "data" / "turns"
     shards = sorted(folder.iterdir())

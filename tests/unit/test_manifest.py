@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from helpers import make_preparation, user, write_lines
@@ -14,7 +15,9 @@ from promptmill.chat import ChatRenderer
 from promptmill.errors import ConfigError
 from promptmill.model import Model
 from promptmill.prompts import manifest as manifest_module
+from promptmill.prompts.hashing import digest
 from promptmill.prompts.manifest import (
+    Keys,
     Preparation,
     load_current,
     make_current,
@@ -117,6 +120,27 @@ def test_manifest_crosses_its_batches_in_order(
         rows = rows_of(manifest)
         assert [row.id for row in rows] == [f"q{i}" for i in range(n)]
         assert list(read_keys(manifest)) == [row.prompt_hashes for row in rows]
+
+
+@pytest.mark.parametrize("chosen", [set(), {0}, {1, 4}, {2, 3}, set(range(6))])
+def test_wanted_rows_alone_are_read_and_told_by_their_hashes(
+    prepared: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, chosen: set[int]
+) -> None:
+    monkeypatch.setattr(manifest_module, "_BATCH", 2)
+    monkeypatch.setattr(manifest_module, "_ROWS_OF_KEYS", 4)
+    texts = ["a", ["b", "c", "d"], "e", ["f", "g"], "h", "i"]
+    rows = [{"id": str(i), "turns": [t] if isinstance(t, str) else t} for i, t in enumerate(texts)]
+    manifest = prepared(rows, sampling={"samples": 2})
+    whole = rows_of(manifest)
+    keys = {digest(row.prompt_hashes[0][0]).rstrip(b"\0"): i for i, row in enumerate(whole)}
+
+    def wanted(some: Keys) -> Any:
+        first = some.digests[some.chains[some.rows]].tolist()
+        return np.array([keys[key] in chosen for key in first])
+
+    expected = [row for i, row in enumerate(whole) if i in chosen]
+    assert list(read_prompts(manifest, wanted)) == expected
+    assert list(read_keys(manifest, wanted)) == [row.prompt_hashes for row in expected]
 
 
 @pytest.mark.parametrize("limit", [1, 3, 100])

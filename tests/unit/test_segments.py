@@ -31,9 +31,8 @@ def test_write_keeps_every_field(segments: Segments) -> None:
     assert segments.names() == [name]
     found = list(segments.lookup({a.prompt_hash for a in given}, [name]))
     assert sorted(found, key=lambda a: a.prompt_hash) == sorted(given, key=lambda a: a.prompt_hash)
-    assert list(segments.keys([name])) == [
-        (a.prompt_hash, a.status, a.finish_reason, a.max_new_tokens) for a in given
-    ]
+    (keys,) = segments.keys([name])
+    assert keys.to_pylist() == [{column: getattr(a, column) for column in KEY_COLUMNS} for a in given]
 
 
 def test_lookup_gives_only_what_was_asked_for_across_row_groups(segments: Segments) -> None:

@@ -15,18 +15,16 @@ import pytest
 
 from promptmill.errors import ConfigError, LockHeld, StoreError
 from promptmill.settings import Profile
+from promptmill.store.index import Known, supersedes
 from promptmill.store.journal import Journal, JournalReader
 from promptmill.store.segments import Segments
 from promptmill.store.store import (
-    Known,
     Store,
     check_disk,
     journal_path,
     next_pending,
-    pending_hashes,
-    supersedes,
 )
-from promptmill.types import STATUSES, Answer, Manifest
+from promptmill.types import STATUSES, Answer
 from tests.helpers_store import (
     ROOT,
     answer,
@@ -70,7 +68,7 @@ def journaled(store: Store) -> set[str]:
 def sealed(store: Store) -> list[str]:
     """Hashes in the segments, one entry a row."""
     segments = Segments(store.folder)
-    return [key[0] for key in segments.keys(segments.names())]
+    return [h for table in segments.keys(segments.names()) for h in table.column("prompt_hash").to_pylist()]
 
 
 def counts(**some: int) -> dict[str, int]:
@@ -504,14 +502,18 @@ def test_next_pending_goes_back_to_a_cut_or_failed_turn(store: Store) -> None:
     assert next_pending(store, [sha("d"), sha("e")], CAP, True) == 0
 
 
-def test_pending_hashes_gives_one_turn_a_sample(tmp_path: Path, store: Store) -> None:
-    manifest: Manifest = make_manifest(tmp_path, [["a", "b"], "c", "d"], sampling={"samples": 2})
-    conversation, single, done = keys_of(manifest)
-    put_chain(store, conversation[0], "answered")
-    for chain in done:
-        put_chain(store, chain, "answered")
-    expected = [conversation[0][1], conversation[1][0], single[0][0], single[1][0]]
-    assert list(pending_hashes(store, manifest, False)) == expected
+def test_count_takes_each_conversation_to_its_end(tmp_path: Path, store: Store) -> None:
+    manifest = make_manifest(tmp_path, [["a", "b", "c"], "d", ["e", "f"], "g", "h"])
+    three, one, two, lost, _ = (row[0] for row in keys_of(manifest))
+    put_chain(store, three, "answered")
+    put_chain(store, one, "answered")
+    put_chain(store, two, "truncated")  # its second turn is never asked
+    put_chain(store, lost, "failed")
+    assert store.count(manifest, False) == (8, 1 + 1 + 2 + 1)
+    assert store.count(manifest, True) == (8, 5), "not twice in one run"
+    store._failed_here.clear()  # a later run
+    assert store.count(manifest, True) == (8, 4)
+    assert store.count(manifest, False) == (8, 5)
 
 
 def test_remember_is_recalled_by_a_later_run(store: Store, profile: Profile) -> None:
