@@ -51,7 +51,9 @@ class Meter:
         return next(cpu for seen, _, cpu, _ in self._looks if seen >= done)
 
     def _look(self) -> None:
-        while not self._over.wait(_LOOK_S):
+        over = False
+        while not over:
+            over = self._over.wait(_LOOK_S)
             self._looks.append((self.done(), time.monotonic(), cpu_s(), rss_mb()))
 
 

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from benchmarks.client.meter import Meter, cpu_s, rss_mb
+from promptmill.generation import window
 from promptmill.generation.mill import Finished
 from promptmill.profile import load_profile
 from promptmill.run import Run, RunRequest
@@ -25,6 +26,7 @@ def main() -> None:
     settings = [f"server.max_in_flight={in_flight}", f"server.stream={str(mode == 'stream').lower()}"]
     settings += [f"classes.short.max_new_tokens={manifest.max_new_tokens}", f"store.url={store}"]
     run = Run.read(load_profile(f"{folder}/profile.toml", settings), RunRequest())
+    window.START = int(in_flight)  # the server has no queue for it to follow
     run.store.journal_path.parent.mkdir(parents=True)
     run.store.open("benchmark")
     with run.mill([manifest]) as mill:
@@ -34,8 +36,8 @@ def main() -> None:
             mill.attach(Server("benchmark", url, ""), Facts("benchmark"))
             while not isinstance(mill.wait(1.0), Finished):
                 pass
-        seal_s = cpu_s() - meter.cpu_s_at(manifest.prompts)
         waiter.join()
+        seal_s = cpu_s() - meter.cpu_s_at(manifest.prompts)
     rss = rss_mb()
     run.store.close()
     counts = run.tally([manifest])[0].to_json()

@@ -11,6 +11,7 @@ It runs one asyncio loop (loop.py) in one thread of its own, from `start` to `cl
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import traceback
 from collections.abc import Callable
@@ -54,6 +55,8 @@ class Mill:
     def start(self) -> None:
         """Count what is pending, and start the loop's thread."""
         self._loop.count()
+        gc.collect()
+        gc.freeze()  # what libraries made at import, 150,000 objects, is not looked through again and again
         self._thread.start()
         self._loop.ready.wait()
 
@@ -63,6 +66,7 @@ class Mill:
             self.fail(RunEnded("the run was ended"))
             self._post(self._loop.close)
             self._thread.join()
+            gc.unfreeze()
 
     def __enter__(self) -> Mill:
         self.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -125,15 +125,15 @@ class Recorder:
         """`completion` is the whole answer, the tokens of earlier requests included."""
         split = self._renderer.split(prompt.input_ids, completion.output_ids)
         status, flags = judge(completion, split, prompt.max_new_tokens)
-        return replace(
-            self._blank(prompt, server),
+        return self._record(
+            prompt,
+            server,
             status=status,
             finish_reason=completion.finish_reason,
             flags=flags,
             output_ids=completion.output_ids,
             reasoning=split.reasoning,
             content=split.content,
-            completion_tokens=len(completion.output_ids),
             reasoning_tokens=split.reasoning_tokens,
             resumed_tokens=len(prompt.partial),
             kv_dtype=kv_dtype,
@@ -141,31 +141,47 @@ class Recorder:
 
     def failed(self, prompt: Prompt, reason: str, server: str) -> Answer:
         sayable = reason.encode("utf-8", "replace").decode()  # a server's words may hold lone surrogates
-        return replace(self._blank(prompt, server), status="failed", error=sayable)
+        return self._record(prompt, server, status="failed", output_ids=[], error=sayable)
 
-    def _blank(self, prompt: Prompt, server: str) -> Answer:
+    def _record(
+        self,
+        prompt: Prompt,
+        server: str,
+        *,
+        status: str,
+        output_ids: list[int],
+        finish_reason: str = "",
+        flags: Sequence[str] = (),
+        reasoning: str = "",
+        content: str = "",
+        reasoning_tokens: int = 0,
+        resumed_tokens: int = 0,
+        kv_dtype: str = "",
+        error: str = "",
+    ) -> Answer:
         return Answer(
             prompt_hash=prompt.prompt_hash,
             partition=prompt.partition,
             sample=prompt.sample,
             turn=prompt.turn,
-            status="",
-            finish_reason="",
-            flags=[],
-            prompt_ids=list(prompt.input_ids),
-            output_ids=[],
-            reasoning="",
-            content="",
+            status=status,
+            finish_reason=finish_reason,
+            flags=list(flags),
+            prompt_ids=prompt.input_ids,
+            output_ids=output_ids,
+            reasoning=reasoning,
+            content=content,
             prompt_tokens=len(prompt.input_ids),
-            completion_tokens=0,
-            reasoning_tokens=0,
-            resumed_tokens=0,
+            completion_tokens=len(output_ids),
+            reasoning_tokens=reasoning_tokens,
+            resumed_tokens=resumed_tokens,
             max_new_tokens=prompt.max_new_tokens,
             model=self._model.name,
             model_revision=self._model.revision,
-            kv_dtype="",
+            kv_dtype=kv_dtype,
             server=server,
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            error=error,
         )
 
 

@@ -48,6 +48,7 @@ class SGLangClient:
         self._stream_interval = stream_interval
         self._silence_timeout_s = silence_timeout_s
         self._stream = stream
+        self._dumped: dict[int, tuple[SamplingSettings, dict[str, Any]]] = {}
         # SGLang aborts an id once more two seconds after its stream has ended, so none is ever used again.
         self._numbers = itertools.count(secrets.randbits(31))
         self._session = aiohttp.ClientSession(
@@ -117,7 +118,7 @@ class SGLangClient:
         self, sampling: SamplingSettings, max_new_tokens: int, sample: int
     ) -> dict[str, Any]:
         params: dict[str, Any] = {
-            **sampling.model_dump(exclude_none=True, exclude={"samples", "seed"}),
+            **self._dump(sampling),
             **_ASK,
             "max_new_tokens": max_new_tokens,
         }
@@ -126,6 +127,14 @@ class SGLangClient:
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed + sample
         return params
+
+    def _dump(self, sampling: SamplingSettings) -> dict[str, Any]:
+        """What all requests with this sampling have in common; there are as many as partitions."""
+        known = self._dumped.get(id(sampling))
+        if known is None or known[0] is not sampling:
+            dumped = sampling.model_dump(exclude_none=True, exclude={"samples", "seed"})
+            known = self._dumped[id(sampling)] = (sampling, dumped)
+        return known[1]
 
     async def _ask(self, body: dict[str, Any], answer: _Answer) -> None:
         """Send, and read every event into `answer`. A stream silent after its first token times out."""

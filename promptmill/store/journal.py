@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS memory (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _UPSERT = "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)"
 _GROUP = 500
-_PAUSE_S = 0.02  # a commit costs as much as ten answers; one every 20 ms holds up nobody
+_PAUSE_S = 0.1  # a commit costs as much as ten answers; a request that took a minute can wait as long
 _LOOK_S = 1.0
 
 
