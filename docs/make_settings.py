@@ -36,8 +36,8 @@ An unknown name is an error in each of them. Relative paths start at the working
 settings: the key of a server comes from the variable that `server.api_key_env` names, those of S3 from the
 ordinary AWS variables, files and roles.
 
-Not in effect yet: engine `sglang`, more than one of `server.replicas`, and prompts from `s3://` are refused
-with exit status 2 before anything is started; `server.min_headroom_gib` is read by no engine so far.
+Not in effect yet: more than one of `server.replicas`, and prompts from `s3://`, are refused with exit status
+2 before anything is started.
 """
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

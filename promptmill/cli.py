@@ -119,6 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     api = local_api.LocalApi(folder) if local_api.is_wanted() else None
     try:
         if api is not None:
+            print("starting a Prefect API for this run (none is configured) …", flush=True)
             api.start()
             os.environ["PREFECT_API_URL"] = api.url
         flow = _quiet_flow(folder.parent / "promptmill.log")
@@ -148,7 +149,21 @@ def _run(args: argparse.Namespace) -> int:
         tally.counts.update({status: counts[status] for status in STATUSES})
         tallies.append(tally)
     print_accounting(tallies)
+    _warn_of_useless(tallies)
     return _report_end(report, tallies)
+
+
+def _warn_of_useless(tallies: list[Tally]) -> None:
+    """What the exit status does not say: rows that ended, and are of no use for training."""
+    for tally in tallies:
+        useless = {status: tally.counts[status] for status in ("truncated", "empty") if tally.counts[status]}
+        if 2 * sum(useless.values()) > tally.rows - tally.counts["rejected"]:
+            shown = ", ".join(f"{n} {status}" for status, n in useless.items())
+            print(
+                f"WARNING: {tally.partition}: {shown} of {tally.rows} rows. Look at some "
+                "(promptmill show PROFILE --flag truncated); raise max_new_tokens of its class, or see chat.reasoning_close.",
+                file=sys.stderr,
+            )
 
 
 def _report_end(report: dict[str, Any], tallies: list[Tally]) -> int:

@@ -83,7 +83,7 @@ def _model(profile: Profile) -> Iterator[Finding]:
 
 def _prompts(profile: Profile) -> Iterator[Finding]:
     check_request(profile, RunRequest())
-    yield Finding("ok", "prompts", f"the sources of {len(profile.partitions)} partitions are there")
+    yield Finding("ok", "prompts", f"{len(profile.partitions)} sources are there; promptmill plan reads them")
 
 
 def _command(profile: Profile) -> Iterator[Finding]:

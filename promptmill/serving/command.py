@@ -149,7 +149,10 @@ def sglang_version(profile: Profile) -> Version | None:
 
 def _command(profile: Profile) -> list[str]:
     default = SGLANG_COMMAND if profile.server.engine == "sglang" else EMBEDDED_COMMAND
-    return profile.server.command or default
+    command = profile.server.command or default
+    if command[0] == "promptmill" and shutil.which(command[0]) is None:  # called by its path, not on PATH
+        command = [str(Path(sys.executable).with_name("promptmill")), *command[1:]]
+    return command
 
 
 def _sglang_flags(

@@ -47,8 +47,8 @@ _STOPS = {
                  "answers, so promptmill never does."),
     "shm": ("/dev/shm is full or too small", _SHM),
     "disk_full": ("a disk is full", "Free some space; with hicache-storage-backend look at its folder too."),
-    "ids_differ": ("the server renders prompts to other ids than we do", "Compare both texts above: model, "
-                   "revision or chat template differ."),
+    "ids_differ": ("the server does not render prompts as we do", "Its model, revision or chat template is "
+                   "another one than ours, or it has none: see above."),
     "wrong_server": ("another server answers here", "End it, or set server.port = 0 (any free one)."),
 }  # fmt: skip
 

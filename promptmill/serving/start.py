@@ -79,5 +79,11 @@ def last_words(server: Server) -> list[str]:
     return [
         f"Its log ({server.process.log}) ends:",
         *(f"  {line[:300]}" for line in server.log_tail()),
-        f"To run it by hand: {shlex.join(mask_command(server.process.command))}",
+        f"To run it by hand: {shlex.join(_without_key(mask_command(server.process.command)))}",
     ]
+
+
+def _without_key(command: list[str]) -> list[str]:
+    """The file with the key is gone when the life is over."""
+    at = command.index("--config") if "--config" in command else len(command)
+    return command[:at] + command[at + 2 :]

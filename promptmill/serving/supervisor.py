@@ -127,9 +127,9 @@ class Supervisor:
         """What to do about a server that died, or one that never became healthy. It is ended for good."""
         death = self._death_of(ended) if isinstance(ended, Lost) else self._failed_start(ended)
         self.deaths.append(death)
-        if death.answers:
-            self._keep_worked()
         verdict = decide(self.deaths, self._profile.server.max_relaunches, sglang_version(self._profile))
+        if death.answers and verdict.action in ("relaunch", "wait", "quarantine"):
+            self._keep_worked()  # it did not die of its flags
         if verdict.relaunch:
             self._apply(verdict)
         if self.lives:

@@ -87,6 +87,8 @@ def _faults(sim: Any) -> list[Fault]:
     lines = list(sim.sim_fault)
     if sim.sim_fault_file:
         lines += Path(sim.sim_fault_file).read_text(encoding="utf-8").splitlines()
+    if not sim.sim_state_dir and any(",lives=" in line for line in lines):
+        raise BadFault("lives=K counts launches in a folder: name one as --sim-state-dir")
     life = 1
     if sim.sim_state_dir:
         counter = Path(sim.sim_state_dir) / "launches"

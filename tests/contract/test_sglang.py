@@ -208,7 +208,7 @@ def test_answer_goes_on_from_its_own_tokens(kept: int, live: Running) -> None:
 
 def test_whole_answer_is_the_streamed_one_and_comes_in_one_group(live: Running) -> None:
     ids = live.ids("What is the capital of France?")
-    groups: list[int] = []
+    groups: list[list[int]] = []
 
     async def work(streaming: SGLangClient) -> Any:
         whole = SGLangClient(live.server.url, live.server.api_key, 49152, 32, WAIT_S, stream=False)
@@ -223,7 +223,7 @@ def test_whole_answer_is_the_streamed_one_and_comes_in_one_group(live: Running) 
 
     streamed, answer = ask(live, work)
     assert answer == streamed
-    assert groups == [len(answer.output_ids)]
+    assert groups == [answer.output_ids]
 
 
 def test_cut_at_the_cap_is_a_length(live: Running) -> None:
