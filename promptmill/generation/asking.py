@@ -23,6 +23,8 @@ from promptmill.store.store import Store, goes_on
 from promptmill.types import Answer, Completion, Prompt
 
 MAX_TRIES = 3
+RETRY_AFTER_S = (1.0, 5.0)
+"""Errors come in bursts, and one is not to use up every try of a prompt."""
 
 
 class _Stream:
@@ -199,7 +201,11 @@ class Asking:
         again = prompt.after_failed_try()
         if again.tries >= MAX_TRIES:
             await self.give_up(prompt, str(error), replica)
-        else:
+            return
+        self._changed()  # a suspect's place is free
+        try:
+            await asyncio.sleep(RETRY_AFTER_S[prompt.tries])
+        finally:  # also where its server is lost meanwhile
             self._picker.put_ahead(again)
 
     async def _record(self, prompt: Prompt, answer: Answer) -> bool:
