@@ -155,6 +155,12 @@ class Asking:
         self._kept = self._store.put_partials(pieces)
         self._kept.add_done_callback(look)
 
+    def start_over(self, prompt: Prompt) -> None:
+        """Ask it once more without the tokens that it had: they may be to blame."""
+        self._keep([Piece(prompt.prompt_hash, prompt.partition, 0, [])])
+        self._suspects.cleared(prompt.prompt_hash)
+        self._picker.put_ahead(replace(prompt, partial=[]))
+
     async def give_up(self, prompt: Prompt, why: str, replica: Replica) -> None:
         """Record it as failed."""
         await self._record(prompt, self._recorder.failed(prompt, why, replica.server.name))
@@ -183,9 +189,7 @@ class Asking:
         if not prompt.partial:
             await self.give_up(prompt, str(error), replica)
             return
-        self._keep([Piece(prompt.prompt_hash, prompt.partition, 0, [])])
-        self._suspects.cleared(prompt.prompt_hash)
-        self._picker.put_ahead(replace(prompt, partial=[]))
+        self.start_over(prompt)
 
     def _put_off(self, prompt: Prompt, replica: Replica) -> None:
         """The server takes nothing for now, and says nothing of this prompt by that."""
