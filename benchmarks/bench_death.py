@@ -43,7 +43,7 @@ SETTINGS = [
     "run.min_free_gib=0",
 ]
 PACE = {"sim-mean-output": 500, "sim-start-s": 2, "max-running-requests": IN_FLIGHT}
-SPEED, QUICK_SPEED = 4, 40
+SPEED, QUICK_SPEED = 4, 20
 SEED = 1
 WORDS = (" zebra", " winter", " table", " orange", " guitar", " silver", " planet", " engine", " bridge")
 LIMIT_S = 900.0
@@ -67,17 +67,17 @@ def main() -> None:
     print(json.dumps(result, indent=1))
 
 
-def start(folder: Path, model: Path, speed: int, prompts: int = PROMPTS) -> Trial:
+def start(folder: Path, model: Path, speed: int) -> Trial:
     """The place of a run without faults of the server's own."""
     folder.mkdir()
-    write_prompts(folder, prompts)
-    return place(folder, model, speed, Plan())
+    write_prompts(folder, PROMPTS)
+    return place(folder, model, Plan(), **{"sim-speed": speed})
 
 
-def place(folder: Path, model: Path, speed: int, plan: Plan) -> Trial:
+def place(folder: Path, model: Path, plan: Plan, **flags: Any) -> Trial:
     plan.write(folder)
     rogue = [sys.executable, "-m", "tests.chaos.rogue", str(folder)]
-    profile = Engine(rogue, model, flags=FLAGS).write_profile(folder, **PACE, **{"sim-speed": speed})
+    profile = Engine(rogue, model, flags=FLAGS).write_profile(folder, **{**PACE, **flags})
     return Trial(folder, profile, SETTINGS, quick=False)
 
 
@@ -148,17 +148,19 @@ def tokens_per_s(trial: Trial) -> float:
 
 def poisoned(folder: Path, model: Path) -> dict[str, Any]:
     """3 among 400, each of which kills the server whenever it is taken in."""
-    healthy = start(folder / "healthy", model, QUICK_SPEED, 400)
-    run(healthy, [])
-    word, token = unheard_of(model, outputs_of(healthy))
-    place_ = folder / "poison"
-    place_.mkdir()
     texts = [f"Tell me about {n}." for n in range(400)]
+    short = {"sim-speed": QUICK_SPEED, "sim-mean-output": 50}
+    healthy, place_ = folder / "healthy", folder / "poison"
+    for one in (healthy, place_):
+        one.mkdir()
+    write_prompts(healthy, texts)
+    run(trial := place(healthy, model, Plan(), **short), [])
+    word, token = unheard_of(model, outputs_of(trial))
     guilty = sorted(random.Random(SEED).sample(range(400), 3))
     for n in guilty:
         texts[n] += word
     write_prompts(place_, texts)
-    trial = place(place_, model, QUICK_SPEED, Plan(always=[f"die@token={token}"]))
+    trial = place(place_, model, Plan(always=[f"die@token={token}"]), **short)
     status = run(trial, [])
     answers = trial.store.lookup(trial.keys())
     failed = {answer.prompt_hash for answer in answers.values() if answer.status == "failed"}
