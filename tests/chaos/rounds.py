@@ -422,15 +422,15 @@ def _accept_end(trial: Trial, script: Script, status: int, done: str) -> None:
     trial.happened.append(f"ended with {status}: {said.get('words')}")
     assert status == 1 and said, "it broke"
     if said["error"] == "StoreError" and any(word in said["words"] for word in ("journal", "store")):
-        assert str(trial.store.journal_path) in said["words"] or script.plan.room
-        if script.plan.room:
-            script.plan.room = None
-            script.plan.write(trial.folder)
-            trial.note_kept()
+        if "is damaged" in said["words"]:
+            assert trial.lost, said["words"]
+            assert f"Move {trial.store.journal_path}" in said["words"]
+            trial.move_journal_away()
             return
-        assert trial.lost, said["words"]
-        assert f"Move {trial.store.journal_path}" in said["words"]
-        trial.move_journal_away()
+        assert script.plan.room, said["words"]
+        script.plan.room = None
+        script.plan.write(trial.folder)
+        trial.note_kept()
         return
     if said["stopped"]:
         assert what == "stop"
