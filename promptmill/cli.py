@@ -161,7 +161,8 @@ def _warn_of_useless(tallies: list[Tally]) -> None:
             shown = ", ".join(f"{n} {status}" for status, n in useless.items())
             print(
                 f"WARNING: {tally.partition}: {shown} of {tally.rows} rows. Look at some "
-                "(promptmill show PROFILE --flag truncated); raise max_new_tokens of its class, or see chat.reasoning_close.",
+                "(promptmill show PROFILE --flag truncated); raise max_new_tokens of its class, or see "
+                "chat.reasoning_close.",
                 file=sys.stderr,
             )
 

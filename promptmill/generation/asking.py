@@ -24,6 +24,8 @@ from promptmill.store.store import Store, goes_on
 from promptmill.types import Answer, Completion, Prompt
 
 MAX_TRIES = 3
+RETRY_AFTER_S = (1.0, 5.0)
+"""Errors come in bursts, and one is not to use up every try of a prompt."""
 
 
 class _Stream:
@@ -167,6 +169,12 @@ class Asking:
         self._kept = self._store.put_partials(pieces)
         self._kept.add_done_callback(look)
 
+    def start_over(self, prompt: Prompt) -> None:
+        """Ask it once more without the tokens that it had: they may be to blame."""
+        self._keep([Piece(prompt.prompt_hash, prompt.partition, 0, [])])
+        self._suspects.cleared(prompt.prompt_hash)
+        self._picker.put_ahead(replace(prompt, partial=[]))
+
     async def give_up(self, prompt: Prompt, why: str, replica: Replica) -> None:
         """Record it as failed."""
         await self._record(prompt, self._recorder.failed(prompt, why, replica.server.name))
@@ -200,9 +208,7 @@ class Asking:
         if not prompt.partial:
             await self.give_up(prompt, str(error), replica)
             return
-        self._keep([Piece(prompt.prompt_hash, prompt.partition, 0, [])])
-        self._suspects.cleared(prompt.prompt_hash)
-        self._picker.put_ahead(replace(prompt, partial=[]))
+        self.start_over(prompt)
 
     def _put_off(self, prompt: Prompt, replica: Replica) -> None:
         """The server takes nothing for now, and says nothing of this prompt by that."""
@@ -218,7 +224,11 @@ class Asking:
         again = prompt.after_failed_try()
         if again.tries >= MAX_TRIES:
             await self.give_up(prompt, str(error), replica)
-        else:
+            return
+        self._changed()  # a suspect's place is free
+        try:
+            await asyncio.sleep(RETRY_AFTER_S[prompt.tries])
+        finally:  # also where its server is lost meanwhile
             self._picker.put_ahead(again)
 
     async def _record(self, prompt: Prompt, answer: Answer) -> bool:

@@ -260,7 +260,10 @@ class Loop:
                 self._picker.put_ahead(prompt)
         else:
             guilty = self._suspects.died(silent)
-        if guilty is not None:
+        if guilty is not None and guilty.partial:
+            self._asking.start_over(guilty)
+            await self._asking.flushed()
+        elif guilty is not None:
             why = f"quarantined: alone without a token when the server died again ({loss.text})"
             await self._asking.give_up(guilty, why, replica)
             events.tell(events.Quarantined(guilty.row.id, guilty.prompt_hash, guilty.partition))

@@ -134,8 +134,7 @@ class Replica:
         while not self._gone.is_set():
             if self._answered_at > broke_at and time.monotonic() - broke_at >= _DEATH_CONFIRMED_S:
                 return False
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), _WATCH_S)
+            await _wait_for(self._gone, _WATCH_S)
         return True
 
     async def watch(self) -> Loss | None:
@@ -143,8 +142,7 @@ class Replica:
         poll = asyncio.create_task(self._poll())
         loss = None
         while loss is None and not self._gone.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), _WATCH_S)
+            await _wait_for(self._gone, _WATCH_S)
             loss = self._loss()
         closed = self._gone.is_set()
         self._gone.set()
@@ -166,8 +164,7 @@ class Replica:
     async def _poll(self) -> None:
         """Ask for its load, for as long as it serves."""
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._poll_soon.wait(), self._poll_s)
+            await _wait_for(self._poll_soon, self._poll_s)
             self._poll_soon.clear()
             try:
                 load = await self.client.load()
@@ -193,3 +190,10 @@ class Replica:
         if self.server.scheduler_lost():
             return Loss("zombie", "its scheduler process is gone, though the port may still answer")
         return self._liveness.loss(time.monotonic())
+
+
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Not asyncio.wait_for: in Python 3.11 it drops a cancellation that comes together with the event."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

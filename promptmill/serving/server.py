@@ -95,7 +95,7 @@ class Lost:
     last: bool = True
     """No other is left."""
     quarantined: tuple[str, ...] = ()
-    """Of the prompt that was on trial, and is recorded as failed now."""
+    """Of the prompt that was on trial twice: recorded as failed, or asked again without the tokens it had."""
 
 
 def launch(

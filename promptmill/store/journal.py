@@ -101,7 +101,8 @@ class Journal:
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Raises StoreError where the file is not a journal or cannot be written."""
+        """Raises StoreError where the file is no journal, is torn, or cannot be written."""
+        _check_begins(self.path)
         try:
             with ExitStack() as undo:
                 connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
@@ -109,9 +110,10 @@ class Journal:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.executescript(_TABLES)
+                _check_whole(connection, self.path)
                 undo.pop_all()
         except sqlite3.Error as error:
-            raise StoreError(f"journal {self.path}: {error}") from error
+            raise _failure(self.path, error) from error
         self._connection = connection
         self._thread.start()
 
@@ -194,7 +196,7 @@ class Journal:
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for this thread for ever
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
-            failure = StoreError(f"journal {self.path}: {error}")
+            failure = _failure(self.path, error)
             for _, future in jobs:
                 if not future.cancelled():
                     future.set_exception(failure)
@@ -219,14 +221,14 @@ class JournalReader:
         rows = self._query(
             "SELECT body FROM answers WHERE partition = ? ORDER BY prompt_hash LIMIT ?", (partition, limit)
         )
-        yield from (_answer(body) for (body,) in rows)
+        yield from (self._answer(body) for (body,) in rows)
 
     def lookup(self, hashes: list[str]) -> Iterator[Answer]:
         for start in range(0, len(hashes), 500):
             some = hashes[start : start + 500]
             marks = ",".join("?" * len(some))
             rows = self._query(f"SELECT body FROM answers WHERE prompt_hash IN ({marks})", tuple(some))
-            yield from (_answer(body) for (body,) in rows)
+            yield from (self._answer(body) for (body,) in rows)
 
     def partials(self, partition: str) -> dict[str, list[int]]:
         """The output ids of unfinished answers; of two pieces for one place, the later one holds."""
@@ -247,7 +249,14 @@ class JournalReader:
         rows = list(self._query("SELECT value FROM memory WHERE key = ?", (key,)))
         return json.loads(rows[0][0]) if rows else None
 
+    def _answer(self, body: bytes) -> Answer:
+        try:
+            return Answer(**orjson.loads(body))
+        except (ValueError, TypeError) as error:
+            raise _torn(self.path, f"an answer cannot be read ({error})") from error
+
     def _query(self, sql: str, arguments: tuple[Any, ...] = ()) -> Iterator[Any]:
+        _check_begins(self.path)
         if not self.path.is_file():
             return
         try:
@@ -255,9 +264,9 @@ class JournalReader:
                 yield from connection.execute(sql, arguments)
         except sqlite3.OperationalError as error:
             if "no such table" not in str(error):  # a journal that was just created
-                raise StoreError(f"journal {self.path}: {error}") from error
+                raise _failure(self.path, error) from error
         except sqlite3.Error as error:
-            raise StoreError(f"journal {self.path}: {error}") from error
+            raise _failure(self.path, error) from error
 
 
 def _try_lock(handle: int, kind: int) -> bool:
@@ -268,8 +277,40 @@ def _try_lock(handle: int, kind: int) -> bool:
     return True
 
 
-def _answer(body: bytes) -> Answer:
-    return Answer(**orjson.loads(body))
+def _check_begins(path: Path) -> None:
+    """Raises StoreError where the log is there alone: SQLite would delete it, and begin an empty file."""
+    with suppress(FileNotFoundError):
+        has_log = path.with_name(path.name + "-wal").stat().st_size
+        if has_log and not (path.exists() and path.stat().st_size):
+            raise _torn(path, "the file is empty, and its log is not")
+
+
+def _check_whole(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises StoreError where pages are missing. It reads the file, which sealing keeps small.
+
+    SQLite does not miss the last page of a value; an answer's last byte tells.
+    """
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise _torn(path, str(found).replace("\n", " "))
+    cut = connection.execute("SELECT prompt_hash FROM answers WHERE substr(body, -1) <> x'7D' LIMIT 1")
+    if row := cut.fetchone():
+        raise _torn(path, f"answer {row[0][:12]} lacks its end")
+
+
+def _failure(path: Path, error: Exception) -> StoreError:
+    words = str(error)
+    if "malformed" in words or "not a database" in words:
+        return _torn(path, words)
+    return StoreError(f"journal {path}: {words}")
+
+
+def _torn(path: Path, what: str) -> StoreError:
+    return StoreError(
+        f"journal {path} is damaged: {what}. Move {path} away, with the files -wal and -shm beside it, and "
+        "run again: what lies in segments is kept, and the answers that were in the journal alone are asked "
+        f"again. `sqlite3 {path} .recover` may save some of them."
+    )
 
 
 def _execute(connection: sqlite3.Connection, sql: str, row: tuple[Any, ...]) -> None:

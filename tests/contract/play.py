@@ -274,6 +274,7 @@ def hurried() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("promptmill.run.load_tokenizer", load_once)
         patch.setattr("promptmill.serving.sglang_gate.compare_rendering", lambda *_: None)
+        patch.setattr("promptmill.generation.asking.RETRY_AFTER_S", (0.2, 1.0))
         patch.setattr("promptmill.generation.replica._DEATH_CONFIRMED_S", 0.3)
         patch.setattr("promptmill.generation.replica._BUSY_PAUSE_S", 0.2)
         patch.setattr("promptmill.generation.replica._STREAMS_END_S", 0.3)

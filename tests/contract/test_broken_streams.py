@@ -36,6 +36,22 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     return play(tmp_path_factory.mktemp("undisturbed"), model, PROMPTS, settings=SETTINGS, **SLOW)
 
 
+def test_prompt_whose_kept_tokens_kill_the_server_is_asked_without_them(model: Path, tmp_path: Path) -> None:
+    """It had shown tokens once, so it is no poison."""
+    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    healthy = play(folders[0], model, 8, settings=SETTINGS, **SLOW)
+    longest = max(outputs(healthy).values(), key=len)
+    token = longest[0]
+    assert not any(token in answer.prompt_ids for answer in healthy.answers.values())
+    rows = [Row("die@answers=4", "", "", "", "")] + [Row(f"die@token={token}", "", "", "", "")] * 6
+    story = play(folders[1], model, 8, rows, SETTINGS, **SLOW)
+    assert story.failed == []
+    assert len(story.deaths) == 4, "the first one, one with all, two alone"
+    assert outputs(story) == outputs(healthy)
+
+
 def outputs(story: Story) -> dict[str, list[int]]:
     return {prompt_hash: answer.output_ids for prompt_hash, answer in story.answers.items()}
 

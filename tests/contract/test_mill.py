@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -280,6 +281,28 @@ def test_tries_are_counted_however_many_requests_break_at_once(make: Make, rogue
     assert {times for text, times in rogue.asked.items() if text.startswith("ux")} == {3}
 
 
+def test_mill_waits_between_the_tries_of_a_prompt(
+    make: Make, rogue: Rogue, fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a burst of errors, of a second, uses them up."""
+    monkeypatch.setattr("promptmill.generation.asking.RETRY_AFTER_S", (0.3, 0.6))
+    asked_at: list[float] = []
+
+    def script(times: int, ids: list[int]) -> int | str:
+        if ids[1] != ord("x"):
+            return "ok"
+        asked_at.append(time.monotonic())
+        return 500
+
+    rogue.script = script
+    bench = make(["x", "y"], ["z"])
+    bench.attach(rogue)
+    assert counts(bench.generate()["A"]) == {"rows": 2, "answered": 1, "failed": 1}
+    first, second, third = asked_at
+    assert second - first >= 0.3
+    assert third - second >= 0.6
+
+
 def test_mill_never_repeats_what_the_server_refuses(make: Make, rogue: Rogue) -> None:
     rogue.script = lambda times, ids: 400 if ids[1] == ord("x") else "ok"
     bench = make(["x", "y"], ["z"])
@@ -434,3 +457,4 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken connection is judged at once, not after seconds of waiting for a death."""
     monkeypatch.setattr("promptmill.generation.replica._DEATH_CONFIRMED_S", 0.05)
     monkeypatch.setattr("promptmill.generation.replica._BUSY_PAUSE_S", 0.05)
+    monkeypatch.setattr("promptmill.generation.asking.RETRY_AFTER_S", (0.05, 0.05))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +338,58 @@ def test_lock_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="file"):
         JournalLock(tmp_path / "file" / "journal.sqlite").acquire("run")
+
+
+ORDER = [sha(str(n)) for n in range(40)]
+
+
+def killed(path: Path, folder: Path, checkpointed: bool) -> Path:
+    """What a writer that was killed left: 40 answers in the file, in its log, or half and half."""
+    journal = Journal(path)
+    journal.start()
+    for n in range(40):
+        journal.put(answer(sha(str(n)), content="x" * 7000)).result(WAIT_S)
+        if checkpointed and n == 30:
+            with closing(sqlite3.connect(path)) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    left = folder / "left.sqlite"
+    for suffix in ("", "-wal"):
+        shutil.copy(path.with_name(path.name + suffix), left.with_name(left.name + suffix))
+    journal.close()
+    return left
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 0.999])
+def test_log_that_is_torn_keeps_the_answers_before(
+    share: float, checkpointed: bool, path: Path, tmp_path: Path
+) -> None:
+    left = killed(path, tmp_path, checkpointed)
+    wal = left.with_name(left.name + "-wal")
+    os.truncate(wal, int(wal.stat().st_size * share))
+    journal = Journal(left)
+    journal.start()
+    found = stored(left)
+    journal.close()
+    assert found.keys() == set(ORDER[: len(found)])
+    assert (31 if checkpointed else 0) <= len(found) < 40
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.9])
+def test_file_that_is_torn_is_not_begun_anew(share: float, path: Path, tmp_path: Path) -> None:
+    left = killed(path, tmp_path, checkpointed=True)
+    os.truncate(left, int(left.stat().st_size * share))
+    for _ in range(2):  # it is as damaged the next time
+        with pytest.raises(StoreError, match=f"journal {left} is damaged: .* Move {left} away"):
+            Journal(left).start()
+
+
+def test_log_without_its_file_is_not_deleted(path: Path, tmp_path: Path) -> None:
+    left = killed(path, tmp_path, checkpointed=False)
+    os.truncate(left, 0)
+    with pytest.raises(StoreError, match="the file is empty, and its log is not"):
+        list(JournalReader(left).keys())
+    left.unlink()
+    with pytest.raises(StoreError, match="Move"):
+        Journal(left).start()
+    assert left.with_name("left.sqlite-wal").stat().st_size > 100_000
