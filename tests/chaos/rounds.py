@@ -236,11 +236,17 @@ class Trial:
 
     def keys(self) -> set[str]:
         """Hashes of all answers that are in the store. Raises StoreError."""
-        self.store.refresh()
-        return set(self.store._known)
+        # The journal first: answers move from there to segments.
+        journaled = {key[0] for key in self.store._reader.keys()}  # noqa: SIM118  no dict
+        return journaled | self.sealed()
 
     def sealed(self) -> set[str]:
-        return {key[0] for key in self.store._segments.keys(self.store._segments.names())}
+        segments = self.store._segments
+        return {
+            prompt_hash
+            for table in segments.keys(segments.names())
+            for prompt_hash in table.column("prompt_hash").to_pylist()
+        }
 
     def note_kept(self) -> None:
         self.kept.append((time.monotonic(), self.keys()))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from promptmill.generation.replica import Replica
+from promptmill.generation.window import RequestSizes
 from promptmill.serving.client import ConnectionRefused
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
@@ -30,9 +31,8 @@ def test_watch_ends_although_a_stream_breaks_in_that_moment(steps: int) -> None:
     """In Python 3.11, wait_for drops a cancellation that comes with what it waits for."""
 
     async def end() -> None:
-        replica = Replica(
-            Server("life-1", "http://127.0.0.1:9", ""), NobodyThere(), Facts("m"), ServerSettings(), [1]
-        )
+        server = Server("life-1", "http://127.0.0.1:9", "")
+        replica = Replica(server, NobodyThere(), Facts("m"), ServerSettings(), [1], RequestSizes())
         watching = asyncio.create_task(replica.watch())
         await asyncio.sleep(0.01)
         replica.close()
