@@ -58,7 +58,11 @@ class ServerDied(ServerError):
 
 
 class ServerBusy(ServerError):
-    """The server is alive and refuses for now."""
+    """The server is alive and refuses for now; `retry_after_s` is what it asks for, 0 if it says nothing."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class PromptRejected(PromptmillError):

@@ -119,8 +119,8 @@ class Asking:
             raise
         except PromptRejected as error:
             await self._rejected(self._end(stream, part), replica, error)
-        except ServerBusy:
-            self._put_off(self._end(stream, part), replica)
+        except ServerBusy as error:
+            self._put_off(self._end(stream, part), replica, error.retry_after_s)
         except ServerError as error:
             prompt = self._end(stream, part)
             if await replica.turns_out_dead():
@@ -210,9 +210,9 @@ class Asking:
             return
         self.start_over(prompt)
 
-    def _put_off(self, prompt: Prompt, replica: Replica) -> None:
+    def _put_off(self, prompt: Prompt, replica: Replica, pause_s: float = 0.0) -> None:
         """The server takes nothing for now, and says nothing of this prompt by that."""
-        replica.pause()
+        replica.pause(pause_s)
         if prompt.prompt_hash in self._suspects:
             self._suspects.postponed(prompt.prompt_hash)
         else:

@@ -6,6 +6,7 @@ not an error. Foreign exceptions end in the clients and become ours, statuses by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,11 @@ OnTokens = Callable[[list[int]], None]
 _ROW_FAULTS = {400, 413, 422}
 _SETUP_FAULTS = {401, 403, 404}
 _BUSY = {429, 502, 503, 504}
+_LONGEST_WAIT_S = 60.0
+# SGLang's words, and those of servers that speak OpenAI's.
+_TOO_LONG = re.compile(
+    r"longer than|maximum (context|allowed) length|exceeds the KV memory budget", re.IGNORECASE
+)
 
 
 class ConnectionBroke(ServerError):
@@ -67,12 +73,21 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-def status_error(status: int, words: str) -> Exception:
-    """The error that an HTTP status stands for; one class, one policy."""
+def status_error(status: int, words: str, retry_after: str | None = None) -> Exception:
+    """The error that an HTTP status stands for; one class, one policy. `retry_after` is that header."""
     if status in _ROW_FAULTS:
-        return PromptRejected("refused_by_server", f"{status}: {words}")
+        reason = "too_long" if _TOO_LONG.search(words) else "refused_by_server"
+        return PromptRejected(reason, f"{status}: {words}")
     if status in _SETUP_FAULTS:
-        return ConfigError(f"the server answers {status}: {words} (a wrong key or address?)")
+        return ConfigError(f"the server answers {status}: {words} (a wrong key or address, or a proxy?)")
     if status in _BUSY:
-        return ServerBusy(f"{status}: {words}")
+        return ServerBusy(f"{status}: {words}", _seconds(retry_after))
     return ServerError(f"{status}: {words}")
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Its other form, a date, is not worth a clock: who says it means minutes."""
+    try:
+        return min(max(0.0, float(retry_after or 0)), _LONGEST_WAIT_S)
+    except ValueError:
+        return _LONGEST_WAIT_S

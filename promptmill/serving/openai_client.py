@@ -127,7 +127,7 @@ def _chunk_ids(chunk: Any) -> list[int]:
 def _translate_status(error: openai.APIStatusError) -> Exception:
     body = error.body
     words = str(body["message"]) if isinstance(body, dict) and body.get("message") else error.message
-    return status_error(error.status_code, words)
+    return status_error(error.status_code, words, error.response.headers.get("Retry-After"))
 
 
 def _broke(error: Exception) -> ConnectionBroke:

@@ -149,7 +149,9 @@ class SGLangClient:
                 ) as response,
             ):
                 if response.status != 200:
-                    raise body_error(response.status, await response.read())
+                    raise body_error(
+                        response.status, await response.read(), response.headers.get("Retry-After")
+                    )
                 if not self._stream:
                     answer.take(await response.read())
                     return
@@ -228,7 +230,7 @@ class _Answer:
             self._on_tokens(ids)
 
 
-def body_error(status: int, body: bytes) -> Exception:
+def body_error(status: int, body: bytes, retry_after: str | None = None) -> Exception:
     """By status and by what the body says, in any of the shapes that SGLang's bodies have."""
     words = body.decode("utf-8", "replace")[:500]
     with suppress(ValueError):
@@ -239,7 +241,7 @@ def body_error(status: int, body: bytes) -> Exception:
         words = str(error)[:500]
     if "Duplicate request ID" in words:
         return ServerBusy(words)  # an earlier try of ours is still under way there
-    return status_error(status, words)
+    return status_error(status, words, retry_after)
 
 
 def _parse_load(data: Any) -> Load:
