@@ -34,9 +34,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two at a time, module by module: most of them wait for a server. What `make chaos` runs is left to it.
+# Two at a time, module by module, as most of them wait for a server; in the order of their names, which begins with
+# the long ones. What `make chaos` runs is left to it.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(LONG:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(LONG:%=--ignore=%)
 
 # What takes long: kill -9 at 20 random moments, every fault that the simulator can act out, 200 rounds of random
 # faults, of which `unit` plays a selection.
