@@ -84,7 +84,9 @@ def test_deployment_runs_and_the_second_time_is_cached_without_a_server(small: P
 
         artifacts = sorted(api.post("/artifacts/filter", json={}).json(), key=lambda a: a["created"])
         by_key = {artifact["key"]: artifact for artifact in artifacts}  # the latest of each
-        assert by_key.keys() >= {"progress-a-text", "progress-b-turns", "server-lives", "report", "release"}
+        progress = {"progress-a-text", "progress-b-turns"}
+        assert by_key.keys() >= {*progress, "figures", "server-lives", "report", "release"}
+        assert " tokens/s, " in by_key["figures"]["data"]
         assert by_key["progress-a-text"]["data"] == 100.0
         lives = json.loads(by_key["server-lives"]["data"])
         assert len(lives) == 1
