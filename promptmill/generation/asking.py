@@ -234,7 +234,7 @@ class Asking:
     async def _record(self, prompt: Prompt, answer: Answer) -> bool:
         """Make a record durable; a record that cannot be is the end of the run."""
         try:
-            await asyncio.wrap_future(self._store.put(answer))
+            await self._store.keep(answer)
         except StoreError as error:
             self._fail(error)
             return False

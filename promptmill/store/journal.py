@@ -6,6 +6,7 @@ connections of their own, from any process, at any moment.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -52,7 +53,14 @@ class Piece(NamedTuple):
     ids: Sequence[int]
 
 
-Job = tuple[Callable[[sqlite3.Connection], None], "Future[None]"]
+Waiter = Future[None] | asyncio.Future[None]
+
+
+class Job(NamedTuple):
+    write: Callable[[sqlite3.Connection], None]
+    waiter: Waiter
+    written: Callable[[], None] | None = None
+    """Called in the journal's thread when it is durable, before the waiter is told."""
 
 
 class JournalLock:
@@ -126,6 +134,12 @@ class Journal:
 
     def put(self, answer: Answer) -> Future[None]:
         """Resolves when `answer` is durable; fails with StoreError."""
+        future: Future[None] = Future()
+        self.put_for(future, answer)
+        return future
+
+    def put_for(self, waiter: Waiter, answer: Answer, written: Callable[[], None] | None = None) -> None:
+        """The same for a waiter of the caller's; those of one loop are told of a commit in one call."""
         row = (
             answer.prompt_hash,
             answer.partition,
@@ -139,7 +153,7 @@ class Journal:
             _execute(connection, _UPSERT, row)
             _execute(connection, "DELETE FROM partials WHERE prompt_hash = ?", row[:1])
 
-        return self._submit(write)
+        self._jobs.put(Job(write, waiter, written))
 
     def put_partials(self, pieces: Sequence[Piece]) -> Future[None]:
         """Resolves when the pieces of unfinished answers are durable; fails with StoreError."""
@@ -170,7 +184,7 @@ class Journal:
 
     def _submit(self, action: Callable[[sqlite3.Connection], None]) -> Future[None]:
         future: Future[None] = Future()
-        self._jobs.put((action, future))
+        self._jobs.put(Job(action, future))
         return future
 
     def _write(self) -> None:
@@ -186,24 +200,47 @@ class Journal:
             next_s = time.monotonic() + _PAUSE_S
 
     def _commit(self, jobs: list[Job]) -> None:
-        for _, future in jobs:
-            future.set_running_or_notify_cancel()  # from here on it is written, whoever stops waiting
+        for job in jobs:
+            if isinstance(job.waiter, Future):
+                job.waiter.set_running_or_notify_cancel()  # it is written from here on, whoever stops waiting
+        failure = None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            for action, _ in jobs:
-                action(self._connection)
+            for job in jobs:
+                job.write(self._connection)
             self._connection.execute("COMMIT")
+            for job in jobs:
+                if job.written is not None:
+                    job.written()
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for this thread for ever
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             failure = _failure(self.path, error)
-            for _, future in jobs:
-                if not future.cancelled():
-                    future.set_exception(failure)
+        _tell([job.waiter for job in jobs], failure)
+
+
+def _tell(waiters: list[Waiter], failure: StoreError | None) -> None:
+    """Waking a loop up from another thread costs as much as a tenth of an answer: once for all of its own."""
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[Waiter]] = {}
+    for waiter in waiters:
+        loop = waiter.get_loop() if isinstance(waiter, asyncio.Future) else None
+        by_loop.setdefault(loop, []).append(waiter)
+    for loop, some in by_loop.items():
+        if loop is None:
+            _resolve(some, failure)
         else:
-            for _, future in jobs:
-                if not future.cancelled():
-                    future.set_result(None)
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(_resolve, some, failure)
+
+
+def _resolve(waiters: list[Waiter], failure: StoreError | None) -> None:
+    for waiter in waiters:
+        if waiter.done():  # cancelled
+            continue
+        if failure is not None:
+            waiter.set_exception(failure)
+        else:
+            waiter.set_result(None)
 
 
 class JournalReader:

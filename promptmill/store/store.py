@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +116,15 @@ class Store:
 
     def put(self, answer: Answer) -> Future[None]:
         """Resolves when the answer is durable and known; fails with StoreError."""
-        future = self._journal.put(answer)
-        future.add_done_callback(lambda done: None if done.exception() else self._learn_answer(answer))
+        future: Future[None] = Future()
+        self._journal.put_for(future, answer, partial(self._learn_answer, answer))
         return future
+
+    async def keep(self, answer: Answer) -> None:
+        """Returns when the answer is durable and known. Raises StoreError. It is kept even if cancelled."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._journal.put_for(waiter, answer, partial(self._learn_answer, answer))
+        await waiter
 
     def put_partials(self, pieces: Sequence[Piece]) -> Future[None]:
         """Keep tokens of answers that are under way; an answer's own `put` removes its pieces."""

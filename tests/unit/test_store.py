@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import subprocess
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -134,6 +136,69 @@ def test_put_that_fails_is_not_known(store: Store, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StoreError, match="disk is full"):
         store.put(answer(sha("a"))).result(WAIT_S)
     assert not store.is_done(sha("a"), CAP)
+
+
+async def all_at_once(store: Store, path: Path, answers: list[Answer]) -> tuple[list[Any], int]:
+    """What `keep` gives for answers that wait together, the third one cancelled; and wake-ups of the loop."""
+    blocker = sqlite3.connect(path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    tasks = [asyncio.create_task(store.keep(one)) for one in answers]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    await asyncio.sleep(0.05)
+    assert [task.done() for task in tasks].count(True) == 1, "nothing is durable yet"
+    loop, woken = asyncio.get_running_loop(), 0
+    call_soon_threadsafe = loop.call_soon_threadsafe
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal woken
+        woken += 1
+        return call_soon_threadsafe(*args, **kwargs)
+
+    with patch.object(loop, "call_soon_threadsafe", counted):
+        blocker.execute("ROLLBACK")
+        blocker.close()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
+    return results, woken
+
+
+def test_keep_wakes_a_loop_once_a_commit_and_keeps_what_nobody_waits_for(store: Store) -> None:
+    answers = [answer(sha(str(i))) for i in range(50)]
+    results, woken = asyncio.run(all_at_once(store, store.journal_path, answers))
+    assert [type(result) for result in results if result] == [asyncio.CancelledError]
+    assert woken <= 2  # the first may have a commit of its own
+    assert journaled(store) == {one.prompt_hash for one in answers}
+    assert all(store.is_done(one.prompt_hash, CAP) for one in answers)
+
+
+def test_keep_that_fails_tells_everyone_and_nothing_is_known(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("promptmill.store.journal._execute", broken)
+    answers = [answer(sha(str(i))) for i in range(50)]
+    results, _ = asyncio.run(all_at_once(store, store.journal_path, answers))
+    assert isinstance(results.pop(2), asyncio.CancelledError)
+    assert {type(result) for result in results} == {StoreError}
+    assert journaled(store) == set()
+    assert not any(store.is_done(one.prompt_hash, CAP) for one in answers)
+
+
+def test_keep_outlives_a_loop_that_ended_meanwhile(store: Store) -> None:
+    async def leave() -> None:
+        task = asyncio.create_task(store.keep(answer(sha("a"))))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    blocker = sqlite3.connect(store.journal_path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    asyncio.run(leave())
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    put(store, answer(sha("b")))
+    assert journaled(store) == {sha("a"), sha("b")}
 
 
 def test_seal_moves_answers_and_leaves_none_twice(store: Store, profile: Profile) -> None:
