@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 
+from promptmill.decoding import make_decoder
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.settings import ChatSettings
 from promptmill.types import Answer, Message
@@ -43,6 +44,8 @@ class ChatRenderer:
             raise ConfigError("the model has no chat template; name one in chat.template.")
         self.open_ids = self._marker(settings.reasoning_open)
         self.close_ids = self._marker(settings.reasoning_close)
+        self.decode = make_decoder(tokenizer)
+        """Ids to text without special tokens."""
         self.vocabulary = len(tokenizer)
         end = getattr(tokenizer, "eos_token_id", None)
         self.end_ids = frozenset() if end is None else frozenset([int(end)])
@@ -74,10 +77,6 @@ class ChatRenderer:
         after = at + len(self.close_ids)
         content = self.decode(ids[after:]).strip()
         return Split(self.decode(ids[skip:at]).strip(), content, after, [])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text with its special tokens, to be looked at."""
