@@ -33,6 +33,11 @@ from promptmill.types import Manifest, Tally
 __all__ = ["Finished", "Lost", "Mill", "MillBroke", "RunEnded"]
 
 
+_GC_THRESHOLD = (20_000, 20, 20)
+"""With 1,000 requests in flight, Python's own takes an eighth of all CPU time, and finds next to nothing: 340
+objects in 4,000 answers were in cycles."""
+
+
 class MillBroke(PromptmillError):
     """A programming error stopped the mill; what was answered is in the store."""
 
@@ -57,6 +62,8 @@ class Mill:
         self._loop.count()
         gc.collect()
         gc.freeze()  # what libraries made at import, 150,000 objects, is not looked through again and again
+        self._gc_threshold = gc.get_threshold()
+        gc.set_threshold(*_GC_THRESHOLD)
         self._thread.start()
         self._loop.ready.wait()
 
@@ -67,6 +74,7 @@ class Mill:
             self._post(self._loop.close)
             self._thread.join()
             gc.unfreeze()
+            gc.set_threshold(*self._gc_threshold)
 
     def __enter__(self) -> Mill:
         self.start()

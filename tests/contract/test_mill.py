@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -216,6 +217,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def counts(result: Tally | BaseException) -> dict[str, int]:
     assert isinstance(result, Tally), result
     return {name: n for name, n in result.to_json().items() if n}
+
+
+def test_mill_leaves_the_collector_as_it_was(make: Make, rogue: Rogue) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    bench = make(["one"], ["two"])
+    assert gc.get_threshold()[0] > before[0][0]
+    bench.close()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_mill_answers_each_prompt_once_and_duplicates_with_it(make: Make, rogue: Rogue) -> None:
