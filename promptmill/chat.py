@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, settings: ChatSettings) -> None:
         """Raises ConfigError for a template that is missing and markers that do not survive a round trip."""
         self._tokenizer = tokenizer
+        self._is_blank = lru_cache(lambda ids: not self.decode_all(ids).strip())  # nearly always the same ids
         self._template = read_template(settings)
         self._kwargs = settings.template_kwargs
         if self._template is None and not getattr(tokenizer, "chat_template", None):
@@ -135,7 +137,7 @@ class ChatRenderer:
             return False
         behind = tail[at + len(self.open_ids) :]
         # Special tokens count: `<think></think>` is reasoning that was opened and closed.
-        return not str(self._tokenizer.decode(behind, skip_special_tokens=False)).strip()
+        return self._is_blank(tuple(behind))
 
 
 def as_message(answer: Answer) -> Message:
