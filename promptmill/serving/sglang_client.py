@@ -142,10 +142,10 @@ class SGLangClient:
         try:
             async with (
                 asyncio.timeout(None) as silence,
+                # As a payload: aiohttp looks for the right class of payload, and merges headers, for long.
                 self._session.post(
                     f"{self._url}/generate",
-                    data=orjson.dumps(body),
-                    headers={"Content-Type": "application/json"},
+                    data=aiohttp.BytesPayload(orjson.dumps(body), content_type="application/json"),
                 ) as response,
             ):
                 if response.status != 200:
