@@ -101,8 +101,8 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
             if not verdict.relaunch:
                 mill.fail(run.servers.gave_up(verdict, ended))
                 break
-            if verdict.wait_s:
-                mill.wait(verdict.wait_s)
+            if verdict.wait_s and isinstance(late := mill.wait(verdict.wait_s), Lost):
+                run.servers.let_go(late)
         try:
             for future in answered:
                 future.result()

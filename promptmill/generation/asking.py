@@ -31,10 +31,10 @@ RETRY_AFTER_S = (1.0, 5.0)
 class _Stream:
     """What has come of one request so far."""
 
-    def __init__(self, prompt: Prompt, kept: bool) -> None:
+    def __init__(self, prompt: Prompt, resumable: bool) -> None:
         self.prompt = prompt
         self.received = array("I")
-        self._kept = kept
+        self._resumable = resumable
         self._flushed = 0
 
     @property
@@ -45,7 +45,7 @@ class _Stream:
     def new_piece(self) -> Piece | None:
         """What has come since the last piece, if it is of use to a later request."""
         start, end = self._flushed, len(self.received)
-        if not self._kept or start == end:
+        if not self._resumable or start == end:
             return None
         self._flushed = end
         prompt = self.prompt
@@ -79,9 +79,9 @@ class Asking:
         self._fail = fail
         self._go_on = go_on
         self._streams: set[_Stream] = set()
-        self._kept: Future[None] = Future()
+        self._last_kept: Future[None] = Future()
         """Of the pieces that were handed to the journal last; it writes in order."""
-        self._kept.set_result(None)
+        self._last_kept.set_result(None)
         self.silent: list[Prompt] = []
         """Interrupted before their first token by a loss that has not been judged yet."""
         self.answers = 0
@@ -122,19 +122,30 @@ class Asking:
         except ServerBusy as error:
             self._put_off(self._end(stream, part), replica, error.retry_after_s)
         except ServerError as error:
-            prompt = self._end(stream, part)
-            if await replica.turns_out_dead():
-                self._interrupted(prompt, stream)
-            elif await replica.answers_others(sent_at):
-                await self._failed_try(prompt, replica, error)
-            else:
-                self._put_off(prompt, replica)
+            await self._broken(self._end(stream, part), stream, replica, error, sent_at)
         except PromptmillError as error:
             self._end(stream, part)
             self._fail(error)
         else:
             self._close(stream)
             await self._answered(prompt, part, replica, completion)
+
+    async def _broken(
+        self, prompt: Prompt, stream: _Stream, replica: Replica, error: ServerError, sent_at: float
+    ) -> None:
+        """Whose fault it was: of a server that died, of one that fails everybody, or of this prompt."""
+        try:
+            died = await replica.turns_out_dead()
+            prompts_fault = not died and await replica.answers_others(sent_at)
+        except asyncio.CancelledError:
+            self._interrupted(prompt, stream)
+            raise
+        if died:
+            self._interrupted(prompt, stream)
+        elif prompts_fault:
+            await self._failed_try(prompt, replica, error)
+        else:
+            self._put_off(prompt, replica)
 
     def flush(self) -> None:
         """Keep what has come since the last time of all answers that are under way."""
@@ -143,7 +154,7 @@ class Asking:
     async def flushed(self) -> None:
         """Until all that was to be kept is durable."""
         with suppress(StoreError):  # it has ended the run already
-            await asyncio.wrap_future(self._kept)
+            await asyncio.wrap_future(self._last_kept)
 
     def _end(self, stream: _Stream, part: Partition) -> Prompt:
         """Its stream has broken: keep what came of it, and return the prompt that goes on from there."""
@@ -166,8 +177,8 @@ class Asking:
                 with suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(self._fail, error)
 
-        self._kept = self._store.put_partials(pieces)
-        self._kept.add_done_callback(look)
+        self._last_kept = self._store.put_partials(pieces)
+        self._last_kept.add_done_callback(look)
 
     def start_over(self, prompt: Prompt) -> None:
         """Ask it once more without the tokens that it had: they may be to blame."""
@@ -233,8 +244,12 @@ class Asking:
 
     async def _record(self, prompt: Prompt, answer: Answer) -> bool:
         """Make a record durable; a record that cannot be is the end of the run."""
+        keeping = asyncio.ensure_future(self._store.keep(answer))
+        while not keeping.done():  # whoever cancels this request comes too late
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([keeping])
         try:
-            await self._store.keep(answer)
+            keeping.result()
         except StoreError as error:
             self._fail(error)
             return False

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from queue import SimpleQueue
@@ -34,7 +35,7 @@ from promptmill.serving.gate import CANARY
 from promptmill.serving.liveness import NO_PROMPTS_FAULT, Loss
 from promptmill.serving.server import Lost, Server
 from promptmill.settings import Profile
-from promptmill.store.store import SEAL_BYTES, Store
+from promptmill.store.store import Store
 from promptmill.types import Manifest, Prompt, Tally
 
 _MEANS = "mean_outputs"
@@ -42,6 +43,7 @@ _MEANS = "mean_outputs"
 _TICK_S = 0.2
 _FIGURES_S = 1.0
 _SEAL_S = 300.0
+_SEAL_BYTES = 1_000_000
 _DEADLINE_SLACK = 0.15
 """How far the forecast may be off."""
 _FLUSH_S = 3.0
@@ -74,6 +76,8 @@ class Loop:
         self.outcomes: SimpleQueue[Lost | Finished] = SimpleQueue()
         """For the owner of the run, in its own thread."""
         self.meter = Meter()
+        self.figures = self.meter.figures(time.monotonic())
+        """As of the last tick."""
         self.replicas: list[Replica] = []
         self.stopping = ""
         """Why the run is being stopped; empty while it is not."""
@@ -118,9 +122,9 @@ class Loop:
             self.meter.forecast.lengths[name] = Lengths(manifest.max_new_tokens, mean)
             self.meter.counters[name] = count(self._store, manifest, self._retry_failed)
             part.over = not self.meter.counters[name].left
+        self.figures = self._figures()
 
-    def figures(self) -> events.Figures:
-        """Also called by other threads."""
+    def _figures(self) -> events.Figures:
         replicas = list(self.replicas)
         gpus = sum(replica.gpus for replica in replicas)
         return self.meter.figures(time.monotonic(), [replica.figures() for replica in replicas], gpus)
@@ -139,8 +143,9 @@ class Loop:
                 task.cancel()
             for replica in self.replicas:
                 replica.close()
-        try:
+        with suppress(StoreError):  # a small loss
             await asyncio.to_thread(self._store.remember, _MEANS, self._picker.mean_outputs())
+        try:
             await asyncio.to_thread(self._store.seal_all)
         except StoreError as error:
             events.tell(events.Notice(f"answers stay in the journal for now: {error}"))
@@ -255,9 +260,10 @@ class Loop:
         silent, self._asking.silent = self._asking.silent, []
         guilty = None
         if loss.signature in NO_PROMPTS_FAULT:
-            self._suspects.interrupted()
+            self._suspects.interrupted(silent)
             for prompt in silent:
-                self._picker.put_ahead(prompt)
+                if prompt.prompt_hash not in self._suspects:
+                    self._picker.put_ahead(prompt)
         else:
             guilty = self._suspects.died(silent)
         if guilty is not None and guilty.partial:
@@ -334,17 +340,24 @@ class Loop:
         """Seal its answers and give its accounting to whoever waits; others are answered meanwhile."""
         name = part.manifest.partition
         try:
-            await asyncio.to_thread(self._store.seal, name)
-        except StoreError as error:
-            events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))
-        try:
+            await self._seal(name)
             tally = await asyncio.to_thread(self._store.tally, part.manifest)
             if not tally.pending:
                 self._store.forget_partials(name)
-            waiter.set_result(tally)
-        except BaseException:
+        except asyncio.CancelledError:
             waiter.set_exception(RunEnded("the run was ended"))
             raise
+        except Exception as error:
+            waiter.set_exception(error)
+            raise
+        self.figures = self._figures()
+        waiter.set_result(tally)
+
+    async def _seal(self, name: str, at_least: int = 0) -> None:
+        try:
+            await asyncio.to_thread(self._store.seal, name, at_least)
+        except StoreError as error:
+            events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))
 
     def begin_stop(self, why: str) -> None:
         if not self.stopping:
@@ -382,8 +395,9 @@ class Loop:
             self._wake.set()  # a pause may be over
             if now - told >= _FIGURES_S and self.replicas:
                 told = now
-                events.tell(figures := self.figures())
-                self._warn_of_deadline(figures.seconds_left)
+                self.figures = self._figures()
+                events.tell(self.figures)
+                self._warn_of_deadline(self.figures.seconds_left)
             if now - flushed >= _FLUSH_S:
                 flushed = now
                 self._asking.flush()
@@ -403,7 +417,4 @@ class Loop:
 
     async def _seal_some(self) -> None:
         for name in self._partitions:
-            try:
-                await asyncio.to_thread(self._store.seal, name, SEAL_BYTES // 64)
-            except StoreError as error:
-                events.tell(events.Notice(f"{name}: its answers stay in the journal for now: {error}"))
+            await self._seal(name, _SEAL_BYTES)

@@ -145,7 +145,7 @@ class Mill:
         return {replica.server.name: replica.answers for replica in list(self._loop.replicas)}
 
     def figures(self) -> events.Figures:
-        return self._loop.figures()
+        return self._loop.figures
 
     def _main(self) -> None:
         try:

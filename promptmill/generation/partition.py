@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,7 +22,8 @@ class Partition:
     manifest: Manifest
     maker: PromptMaker
     sampling: SamplingSettings
-    end_ids: frozenset[int]
+    kept: Callable[[Sequence[int]], list[int]]
+    """Output ids of a broken stream that the next request goes on from."""
     length_class: str
     cap: int | None
     """Requests of its class in flight, at most."""
@@ -31,10 +32,6 @@ class Partition:
     """Of whoever waits for it in `generate`."""
     in_flight: int = 0
     over: bool = False
-
-    def kept(self, ids: Sequence[int]) -> list[int]:
-        """Output ids of a broken stream that the next request goes on from."""
-        return kept_tokens(ids, self.sampling, self.manifest.max_new_tokens, self.end_ids)
 
     def release(self, error: Exception) -> None:
         """Whoever waits for it gets the error."""
@@ -47,11 +44,16 @@ def make_partition(
     profile: Profile, store: Store, manifest: Manifest, renderer: ChatRenderer, retry_failed: bool
 ) -> Partition:
     settings = profile.partition(manifest.partition)
+    sampling = profile.sampling_for(settings)
+
+    def kept(ids: Sequence[int]) -> list[int]:
+        return kept_tokens(ids, sampling, manifest.max_new_tokens, renderer.end_ids)
+
     return Partition(
         manifest=manifest,
-        maker=PromptMaker(store, manifest, renderer, retry_failed),
-        sampling=profile.sampling_for(settings),
-        end_ids=renderer.end_ids,
+        maker=PromptMaker(store, manifest, renderer, retry_failed, kept),
+        sampling=sampling,
+        kept=kept,
         length_class=settings.length_class,
         cap=profile.classes[settings.length_class].max_in_flight,
         weight=settings.weight,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -21,7 +21,16 @@ from promptmill.types import Answer, Completion, Manifest, Prompt, PromptRow
 class PromptMaker:
     """The prompts of one partition: what is pending, and what follows an answer."""
 
-    def __init__(self, store: Store, manifest: Manifest, renderer: ChatRenderer, retry_failed: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        renderer: ChatRenderer,
+        retry_failed: bool,
+        kept: Callable[[Sequence[int]], list[int]],
+    ) -> None:
+        """`kept` are those output ids of a broken stream that the next request may go on from."""
+        self._kept = kept
         self._store = store
         self._manifest = manifest
         self._renderer = renderer
@@ -58,7 +67,7 @@ class PromptMaker:
                 except PromptRejected as error:
                     prompt = _unrenderable(prompt, error)
                 if partial := partials.get(prompt.prompt_hash):
-                    prompt = replace(prompt, partial=partial)
+                    prompt = replace(prompt, partial=self._kept(partial))
                 yield prompt
 
     def following(self, prompt: Prompt, answer: Answer) -> Prompt | None:

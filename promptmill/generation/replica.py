@@ -106,7 +106,7 @@ class Replica:
     def pause(self, seconds: float = 0.0) -> None:
         """It refuses for now: send nothing for a moment, or for as long as it asks for."""
         now = time.monotonic()
-        self._paused_until = now + max(seconds, _BUSY_PAUSE_S)
+        self._paused_until = max(self._paused_until, now + max(seconds, _BUSY_PAUSE_S))
         self._liveness.put_off(now)
 
     async def answers_others(self, since: float) -> bool:

@@ -32,20 +32,27 @@ class Suspects:
         return iter(self._waiting.values())
 
     def died(self, silent: Iterable[Prompt]) -> Prompt | None:
-        """The server died while these prompts waited for a first token; returns the guilty one, if known."""
-        tried, self._on_trial = self._on_trial, ""
+        """A server died while these prompts waited there for a first token; the guilty one, if known."""
+        tried = self._ended_trial(silent := list(silent))
         for prompt in silent:
             self._waiting.setdefault(prompt.prompt_hash, prompt)
-        if tried not in self._waiting:
+        if not tried:
             return None
         self._died_alone[tried] = self._died_alone.get(tried, 0) + 1
         if self._died_alone[tried] < DEATHS_ALONE:
             return None
         return self._waiting.pop(tried)
 
-    def interrupted(self) -> None:
-        """The server was lost for a reason of its own: whoever was on trial is tried again."""
-        self._on_trial = ""
+    def interrupted(self, silent: Iterable[Prompt]) -> None:
+        """A server was lost for a reason of its own: whoever was on trial there is tried again."""
+        self._ended_trial(silent)
+
+    def _ended_trial(self, silent: Iterable[Prompt]) -> str:
+        """The one that was on trial on the server that was lost with these; empty if it was on another."""
+        if not any(prompt.prompt_hash == self._on_trial for prompt in silent):
+            return ""
+        tried, self._on_trial = self._on_trial, ""
+        return tried
 
     def next(self) -> Prompt | None:
         """The one to try now; None while one is on trial or nobody is suspected."""

@@ -180,7 +180,9 @@ def end_leftovers(state_folder: Path) -> list[str]:
             if _is_alive(saved["owner"]):
                 continue
             main = saved["server"][0] if _is_alive(saved["server"]) else 0
-            found, _ = _end_life(saved["mark"], main, saved.get("cleanup", []), saved.get("remove", []))
+            found, _ = _end_life(
+                saved.get("mark", state.stem), main, saved.get("cleanup", []), saved.get("remove", [])
+            )
             if found:
                 ended.append(state.stem)
         except (ValueError, KeyError, TypeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from promptmill.settings import FlagValue, Profile
 
 _TAIL_BYTES = 64_000
 _ABORT_TIMEOUT_S = 2.0
-_CONNECT_S = 2.0
+_ANSWER_S = 3.0  # a healthy SGLang takes one
 _SCHEDULER = "sglang::sched"  # what setproctitle leaves of it in 15 characters is enough
 
 
@@ -134,15 +133,13 @@ def foreign(profile: Profile, url: str) -> Server:
     return Server(name=url, url=url.rstrip("/").removesuffix("/v1"), api_key=key)
 
 
-def listens(url: str) -> bool:
-    """Whether a connection to the address succeeds, within a few seconds."""
-    parts = httpx.URL(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+def answers(url: str, path: str) -> bool:
+    """Whether somebody else's server answers there within a few seconds, be it to ask for a key."""
+    base = url.rstrip("/").removesuffix("/v1")
     try:
-        socket.create_connection((parts.host, port), timeout=_CONNECT_S).close()
-    except OSError:
+        return httpx.get(f"{base}{path}", timeout=_ANSWER_S, trust_env=False).status_code < 500
+    except httpx.HTTPError:
         return False
-    return True
 
 
 def read_tail(path: Path, lines: int) -> list[str]:

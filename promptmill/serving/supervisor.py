@@ -80,8 +80,8 @@ class Supervisor:
         self._known: dict[str, Server] = {}
         """Every server of this run, the ended ones too."""
         self._look_again_at = 0.0
-        self._restart = False
-        """One of several was lost, and the restart command has not been tried since."""
+        self._to_restart: set[str] = set()
+        """Addresses of servers that were lost while others went on, and not restarted since."""
 
     def launch(self) -> list[Server]:
         """Start the next life, or take those servers of somebody else that are not attached.
@@ -91,7 +91,7 @@ class Supervisor:
         started, failed = [], None
         missing = self._missing() if self._profile.server.urls else [""]
         # One that is away must not keep those waiting that are there; may_return() sees it come back.
-        for url in [url for url in missing if url and server.listens(url)] or missing:
+        for url in self._ready(missing) or missing:
             try:
                 one = self._take(url) if url else self._launch()
             except LaunchFailed as error:
@@ -162,7 +162,8 @@ class Supervisor:
         life.answers, life.cause_of_death = lost.answers, lost.loss.text
         life.remedy = "the others go on without it"
         self._end(lost.server, 0.0)
-        self._restart = bool(self._profile.server.restart_command)
+        if self._profile.server.restart_command:
+            self._to_restart.add(lost.server.name)
 
     def may_return(self) -> bool:
         """Whether one of several servers that is away should be tried again now; looks every 30 s."""
@@ -170,8 +171,12 @@ class Supervisor:
             return False
         missing = self._missing()
         self._look_again_at = time.monotonic() + _LOOK_AGAIN_S
-        restart, self._restart = self._restart, False
-        return bool(missing) and (restart or any(server.listens(url) for url in missing))
+        return bool(self._ready(missing))
+
+    def _ready(self, missing: list[str]) -> list[str]:
+        """Those that answer as a healthy server does, and those that are still to be restarted."""
+        healthy = "/health" if self._profile.server.engine == "sglang" else "/v1/models"
+        return [url for url in missing if url and (url in self._to_restart or server.answers(url, healthy))]
 
     def _missing(self) -> list[str]:
         """Addresses of other people's servers that are not attached."""
@@ -203,6 +208,7 @@ class Supervisor:
 
     def _take(self, url: str) -> Server:
         restart = [part.replace("{url}", url) for part in self._profile.server.restart_command]
+        self._to_restart.discard(url)
         if restart and any(life.server == url for life in self.lives):
             events.tell(events.Notice(f"restarting {url}: {restart[0]}"))
             try:

@@ -37,7 +37,7 @@ def supersedes(new: Known, old: Known) -> bool:
 
 
 class Index:
-    """Safe to learn and to ask from several threads; who asks never waits for who learns."""
+    """Safe to learn and to ask from several threads; `get` never waits for who learns."""
 
     def __init__(self, merge_at: int = 4096) -> None:
         """`merge_at` answers learned one by one are merged at a time."""

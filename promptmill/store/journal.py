@@ -38,7 +38,13 @@ CREATE TABLE IF NOT EXISTS partials (
 CREATE INDEX IF NOT EXISTS partials_by_hash ON partials (prompt_hash);
 CREATE TABLE IF NOT EXISTS memory (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-_UPSERT = "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)"
+# A failure never takes the place of an answer, be it one that was cut.
+_UPSERT = """
+INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (prompt_hash) DO UPDATE SET
+    partition = excluded.partition, status = excluded.status, finish_reason = excluded.finish_reason,
+    max_new_tokens = excluded.max_new_tokens, body = excluded.body
+    WHERE excluded.status <> 'failed' OR answers.status = 'failed'
+"""
 _GROUP = 500
 _PAUSE_S = 0.1  # a commit costs as much as ten answers; a request that took a minute can wait as long
 _LOOK_S = 1.0

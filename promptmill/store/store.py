@@ -28,7 +28,6 @@ from promptmill.store.segment_index import SegmentIndex
 from promptmill.store.segments import Segments
 from promptmill.types import STATUSES, WORST_FIRST, Answer, Manifest, Tally
 
-SEAL_BYTES = 64_000_000
 _SEAL_ROWS = 5000
 
 
@@ -99,19 +98,23 @@ class Store:
 
         `retry_failed` asks again what failed earlier, and not what failed since this store was opened.
         """
+        if prompt_hash in self._failed_here:
+            return True
         known = self.known(prompt_hash)
         if known is None:
             return False
         if known.status == "failed":
-            return not retry_failed or prompt_hash in self._failed_here
+            return not retry_failed
         return not is_cut_below(known, max_new_tokens)
 
     def progress(self, keys: Keys, max_new_tokens: int, retry_failed: bool = False) -> Progress:
         """How far the rows of `keys` are: `is_done` of all their prompts at once."""
         ranks = self._index.look_up(keys.digests, lambda known: rank(known, max_new_tokens), PENDING)
         if retry_failed:
-            here = np.array([digest(h) for h in self._failed_here], DIGEST)
-            ranks[(ranks == FAILED) & ~np.isin(keys.digests, here)] = PENDING
+            ranks[ranks == FAILED] = PENDING
+        if self._failed_here:  # also what was cut before, and cannot be asked again with more room
+            here = np.array([digest(h) for h in self._failed_here.copy()], DIGEST)
+            ranks[(ranks == PENDING) & np.isin(keys.digests, here)] = FAILED
         return Progress.of(keys, ranks)
 
     def put(self, answer: Answer) -> Future[None]:

@@ -24,9 +24,10 @@ from promptmill.profile import load_profile
 from promptmill.prompts.manifest import Preparation, prepare, read_keys
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
+from promptmill.store.journal import Piece
 from promptmill.store.store import Store
 from promptmill.types import Answer, Manifest, Tally
-from tests.helpers_store import until
+from tests.helpers_store import cut, until
 
 WAIT_S = 20.0
 Script = Callable[[int, list[int]], "str | int"]
@@ -403,6 +404,33 @@ def test_next_run_goes_on_from_the_tokens_that_were_kept(
     (answer,) = second.answers("A")
     assert (answer.content, answer.resumed_tokens) == ("Ok", 1)
     until(lambda: not second.store.partials("A"), WAIT_S, "nothing kept of what is answered")
+
+
+@pytest.mark.parametrize(
+    ("settings", "cap"), [(['sampling.stop=["O"]'], 64), (["sampling.stop_token_ids=[79]"], 64), ([], 1)]
+)
+def test_kept_tokens_are_only_those_that_may_be_gone_on_from(
+    settings: list[str], cap: int, make: Make, rogue: Rogue
+) -> None:
+    """Across a seam a server sees no stop text, and nothing follows an end token or a full cap."""
+    bench = make(["x"], ["z"], settings=[*settings, f"classes.short.max_new_tokens={cap}"])
+    (hashes,) = (hashes for samples in read_keys(bench.manifests["A"]) for hashes in samples)
+    bench.store.put_partials([Piece(hashes[0], "A", 0, [79])]).result(WAIT_S)
+    bench.attach(rogue)
+    assert counts(bench.generate()["A"])["rows"] == 1
+    assert (rogue.asked["ux"], rogue.went_on["ux"]) == (1, 0)
+
+
+def test_failure_does_not_take_the_place_of_a_shorter_answer(make: Make, rogue: Rogue) -> None:
+    bench = make(["x", "x"], ["z"])
+    (hashes,) = {tuple(hashes) for samples in read_keys(bench.manifests["A"]) for hashes in samples}
+    bench.store.put(cut(hashes[0], 8, partition="A")).result(WAIT_S)
+    rogue.script = lambda times, ids: 400 if ids[1] == ord("x") else "ok"
+    bench.attach(rogue)
+    assert counts(bench.generate()["A"]) == {"rows": 2, "failed": 2}
+    assert rogue.asked["ux"] == 1
+    (answer,) = bench.answers("A")
+    assert (answer.finish_reason, answer.max_new_tokens) == ("length", 8), "it is still there"
 
 
 def test_prompt_refused_with_the_tokens_it_had_is_asked_without_them(

@@ -35,7 +35,7 @@ def manifest_of(folder: Path, rows: list[list[dict[str, Any]]], samples: int = 1
 
 
 def pending(store: Store, manifest: Manifest) -> list[Prompt]:
-    return list(PromptMaker(store, manifest, RENDERER, retry_failed=False).pending())
+    return list(PromptMaker(store, manifest, RENDERER, False, list).pending())
 
 
 def test_pending_keeps_prompts_with_one_system_message_together(store: Store, tmp_path: Path) -> None:

@@ -67,6 +67,18 @@ def test_death_with_nobody_on_trial_finds_no_guilty() -> None:
     assert "b" in suspects
 
 
+def test_death_of_another_server_leaves_a_trial_alone() -> None:
+    suspects = Suspects()
+    died(suspects, "a", "b")
+    assert tried(suspects) == "a"
+    assert died(suspects, "c") == ""
+    suspects.interrupted([prompt("c")])
+    assert tried(suspects) == "", "it still runs where it was sent"
+    assert died(suspects, "a") == ""
+    assert tried(suspects) == "a"
+    assert died(suspects, "a") == "a", "alone at two deaths"
+
+
 def test_suspect_that_was_not_taken_is_tried_again_and_not_guilty() -> None:
     suspects = Suspects()
     died(suspects, "a")
