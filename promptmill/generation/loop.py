@@ -347,7 +347,7 @@ class Loop:
         except asyncio.CancelledError:
             waiter.set_exception(RunEnded("the run was ended"))
             raise
-        except Exception as error:
+        except Exception as error:  # a fault of ours ends the mill; whoever waits must hear of it first
             waiter.set_exception(error)
             raise
         self.figures = self._figures()
