@@ -31,7 +31,7 @@ from promptmill.generation.window import RequestSizes
 from promptmill.model import Model
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
-from promptmill.serving.gate import CANARY
+from promptmill.serving.gate import canary
 from promptmill.serving.liveness import NO_PROMPTS_FAULT, Loss
 from promptmill.serving.server import Lost, Server
 from promptmill.settings import Profile
@@ -261,8 +261,8 @@ class Loop:
     async def join(self, server: Server, facts: Facts) -> None:
         name = facts.served_model_name
         client = make_client(self._profile, server, name, self._model, self._renderer)
-        canary = self._renderer.render(CANARY, None)
-        replica = Replica(server, client, facts, self._profile.server, canary, self._sizes)
+        harmless = canary(self._renderer, max_new_tokens=1)
+        replica = Replica(server, client, facts, self._profile.server, harmless, self._sizes)
         self.replicas.append(replica)
         self._group.create_task(self._watch(replica))
         self._wake.set()

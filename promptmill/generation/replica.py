@@ -14,7 +14,7 @@ from promptmill.serving.client import Client, ConnectionRefused, Load, Request
 from promptmill.serving.facts import Facts
 from promptmill.serving.liveness import Limits, Liveness, Loss
 from promptmill.serving.server import Server
-from promptmill.settings import SamplingSettings, ServerSettings
+from promptmill.settings import ServerSettings
 
 CANARY_S = 60.0
 _WATCH_S = 0.2
@@ -22,7 +22,6 @@ _BUSY_PAUSE_S = 1.0
 _DEATH_CONFIRMED_S = 3.0
 _STREAMS_END_S = 1.0
 _SAMPLE_S = 5.0
-_GREEDY = SamplingSettings(temperature=0.0)
 
 
 class Replica:
@@ -34,13 +33,13 @@ class Replica:
         client: Client,
         facts: Facts,
         settings: ServerSettings,
-        canary_ids: list[int],
+        canary: Request,
         sizes: RequestSizes,
     ) -> None:
         self.server = server
         self.client = client
-        self._canary_ids = canary_ids
-        self._canary = asyncio.Lock()
+        self._canary = canary
+        self._asks_canary = asyncio.Lock()
         self._token_at = self._sick_at = 0.0
         limit = min((n for n in (settings.max_in_flight, facts.slots) if n), default=None)
         self._fixed = (limit or START) if settings.engine != "sglang" else 0
@@ -116,12 +115,12 @@ class Replica:
 
         Where it does not, a failure is the server's and no prompt is to pay for it.
         """
-        async with self._canary:
+        async with self._asks_canary:
             if self._token_at < since and self._sick_at < since:
                 try:
                     async with asyncio.timeout(CANARY_S):
-                        await self.client.complete(Request(self._canary_ids, _GREEDY, 1, key="canary"))
-                    self._token_at = time.monotonic()
+                        await self.client.complete(self._canary)
+                    self.saw_tokens(1)
                 except (ServerError, TimeoutError):
                     self._sick_at = time.monotonic()
             return self._token_at >= max(since, self._sick_at)

@@ -58,6 +58,10 @@ class Letters:
     """Renders a conversation as the code points of its text: enough of a ChatRenderer for the mill."""
 
     end_ids = frozenset[int]()
+    markers = ("", "")
+
+    def is_opened(self, prompt_ids: object) -> bool:
+        return False
 
     def render(self, messages: list[dict[str, Any]], tools: object) -> list[int]:
         return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
@@ -83,7 +87,9 @@ class Rogue:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        ids = (await request.json())["prompt"]
+        body = await request.json()
+        chat = "messages" in body
+        ids = Letters().render(body["messages"], None) if chat else body["prompt"]
         text = "".join(map(chr, ids))
         goes_on = text.endswith("O")
         text = text.removesuffix("O")
@@ -101,7 +107,10 @@ class Rogue:
                 return response
             if token == 107 and order == "hang":
                 await self.over.wait()
-            choice = {"index": 0, "text": chr(token), "finish_reason": reason, "token_ids": [token]}
+            choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+            choice |= (
+                {"delta": {"content": chr(token)}} if chat else {"text": chr(token), "token_ids": [token]}
+            )
             await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -115,6 +124,7 @@ def serving(server: Rogue) -> Iterator[Rogue]:
     async def serve() -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", server.complete)
+        app.router.add_post("/v1/chat/completions", server.complete)
         runner = web.AppRunner(app, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -283,6 +293,24 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     asked = {text: times for text, times in rogue.asked.items() if len(text) == 2}  # without the canary
     assert asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
     assert rogue.went_on["ux"] == rogue.went_on["uy"] == 2
+
+
+def test_chat_answers_have_no_ids_and_start_over(make: Make, rogue: Rogue, fast: None) -> None:
+    rogue.script = lambda times, ids: "cut" if times == 0 and ids == [*map(ord, "ux")] else "ok"
+    bench = make([["x", "next"]], ["y"], ["server.api=chat"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == counts(results["B"]) == {"rows": 1, "answered": 1}
+    assert {text: rogue.asked[text] for text in ("ux", "uxaOkunext", "uy")} == {
+        "ux": 2,
+        "uxaOkunext": 1,
+        "uy": 1,
+    }
+    assert not any(rogue.went_on.values())
+    for answer in [*bench.answers("A"), *bench.answers("B")]:
+        assert (answer.content, answer.flags, answer.completion_tokens) == ("Ok", ["no_ids"], 2)
+        assert answer.prompt_ids == answer.output_ids == []
+        assert (answer.prompt_tokens > 0, answer.resumed_tokens) == (True, 0)
 
 
 def test_tries_are_bounded_however_many_requests_break_at_once(make: Make, rogue: Rogue, fast: None) -> None:
