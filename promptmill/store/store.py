@@ -29,6 +29,8 @@ from promptmill.store.segments import Segments
 from promptmill.types import STATUSES, WORST_FIRST, Answer, Manifest, Tally
 
 _SEAL_ROWS = 5000
+_SEAL_TOKENS = 250_000
+"""Of one segment, whichever is reached first: it is made in memory, where a token takes 40 bytes."""
 
 
 class Store:
@@ -166,7 +168,7 @@ class Store:
             if self._reader.partitions().get(partition, 0) < max(1, at_least):
                 return 0
             sealed = 0
-            while answers := list(self._reader.answers(partition, _SEAL_ROWS)):
+            while answers := _for_one_segment(self._reader.answers(partition)):
                 self._segments.write(partition, answers)
                 self._journal.forget(answers)
                 sealed += len(answers)
@@ -205,6 +207,16 @@ class Store:
         if answer.status == "failed":
             self._failed_here.add(answer.prompt_hash)
         self._index.learn(answer.prompt_hash, known_of(answer))
+
+
+def _for_one_segment(answers: Iterable[Answer]) -> list[Answer]:
+    taken, tokens = [], 0
+    for answer in answers:
+        taken.append(answer)
+        tokens += len(answer.prompt_ids) + len(answer.output_ids)
+        if len(taken) >= _SEAL_ROWS or tokens >= _SEAL_TOKENS:
+            break
+    return taken
 
 
 def goes_on(status: str) -> bool:
