@@ -101,10 +101,25 @@ class ChatSettings(Section):
     """Path of a Jinja chat template. Empty: the model's own."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the template, e.g. { thinking = false }."""
-    reasoning_open: str = "<think>"
-    """The marker that opens reasoning."""
-    reasoning_close: str = "</think>"
-    """The marker that closes reasoning; answers are split at its first ids. Empty: no reasoning."""
+    tool_arguments: Literal["auto", "mapping", "text"] = "auto"
+    """How the template is given the arguments of earlier tool calls: JSON text is parsed for one that wants a
+    mapping, a mapping written as JSON for one that wants text. `auto` renders one call both ways."""
+    ignored_tools: Literal["reject", "keep"] = "reject"
+    """What becomes of a row with tools that the template renders exactly as without them."""
+    reasoning: Literal["auto", "none", "think", "kimi_k2", "minimax_m3", "gpt_oss"] = "auto"
+    """How the model writes reasoning: `think` as <think>…</think>; `kimi_k2` the same, and a section of tool
+    calls ends it too; `minimax_m3` as <mm:think>…</mm:think>; `gpt_oss` in its analysis channel. `auto` goes
+    by the tokens that the vocabulary has."""
+    reasoning_open: str | None = None
+    """The marker that opens reasoning, in place of the family's. Empty text: no reasoning."""
+    reasoning_close: str | None = None
+    """The marker that closes reasoning, in place of the family's; answers are split at its first ids. Empty
+    text: no reasoning."""
+    reasoning_ids: list[Annotated[int, Field(ge=0)]] = []
+    """The ids of both markers, where they are known: a tokenizer that gives others is refused."""
+    open_reasoning: bool = False
+    """Append the opening marker where the template has not opened reasoning, for a model that would not think
+    otherwise. One that writes the marker itself needs it not."""
 
 
 class RunSettings(Section):

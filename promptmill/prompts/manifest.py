@@ -79,7 +79,7 @@ class Preparation:
             "files": sources.fingerprint(files),
             "partition": self.partition.model_dump(mode="json", exclude={"weight"}),
             "model": [self.model.name, self.model.revision],
-            "renderer": self.renderer.fingerprint(),
+            "renderer": [self.renderer.fingerprint(), *self.renderer.rules()],
             "sampling": self.profile.sampling_for(self.partition).model_dump(mode="json"),
             "max_new_tokens": self.profile.max_new_tokens(self.partition),
             "context_tokens": self.context_tokens,

@@ -20,8 +20,6 @@ def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[St
     stopped = completion.finish_reason == "stop"
     if is_repetitive(completion.output_ids[:-1] if stopped else completion.output_ids):
         flags.append("repetition")
-    if "\ufffd" in split.content or "\ufffd" in split.reasoning:
-        flags.append("cut_character")
     if completion.finish_reason == "length":
         if len(completion.output_ids) < max_new_tokens:
             flags.append("clipped")
