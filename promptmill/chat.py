@@ -139,9 +139,18 @@ class ChatRenderer:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""
         return self._fingerprint
 
-    def rules(self) -> list[Any]:
-        """What decides of a row besides the fingerprint."""
-        return [self._settings.ignored_tools, self._settings.tool_arguments]
+    def describe(self) -> dict[str, Any]:
+        """What a release says of it, beside the fingerprint."""
+        template = self._template or self._tokenizer.chat_template
+        marks = self.markers
+        return {
+            "fingerprint": self.fingerprint(),
+            "tokenizer": type(self._tokenizer).__name__,
+            "template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
+            "template_kwargs": self._kwargs,
+            "reasoning": marks.family,
+            "reasoning_ids": [list(marks.open), list(marks.close)],
+        }
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -158,7 +158,9 @@ class Run:
 
     def publish(self, manifests: Sequence[Manifest]) -> Release:
         """Raises ReleaseError."""
-        release = publish(self.profile, self.store, self.model, manifests, self.tally(manifests))
+        release = publish(
+            self.profile, self.store, self.model, self.renderer, manifests, self.tally(manifests)
+        )
         events.tell(events.Released(release.address, release.revision, release.new, release.rows))
         return release
 

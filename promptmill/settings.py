@@ -227,6 +227,10 @@ class PartitionSettings(Section):
     every turn anew on its own history. Default: rollout for `turns`, else last_turn."""
     sampling: SamplingOverride = SamplingOverride()
 
+    def mode_of(self, format: str) -> str:
+        """The mode, of rows in this format where none is set."""
+        return self.mode or ("rollout" if format == "turns" else "last_turn")
+
 
 class StoreSettings(Section):
     """Where answers are kept."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import DEMO_TEMPLATE, make_preparation, user, write_lines
+from helpers import make_preparation, user, write_lines
 
 from promptmill.chat import ChatRenderer
 from promptmill.errors import ConfigError
@@ -26,7 +26,6 @@ from promptmill.prompts.manifest import (
     read_prompts,
     read_rejects,
 )
-from promptmill.settings import ChatSettings
 from promptmill.types import Manifest, PromptRow
 
 TAKE_TURNS = (
@@ -317,7 +316,7 @@ def test_key_changes_with_the_source(preparation: Callable[..., Preparation], tm
 
 
 def test_key_changes_with_what_the_manifest_says(
-    preparation: Callable[..., Preparation], renderer_of: Callable[[str], ChatRenderer], tokenizer: Any
+    preparation: Callable[..., Preparation], renderer_of: Callable[[str], ChatRenderer]
 ) -> None:
     changes: list[dict[str, Any]] = [
         {},
@@ -330,11 +329,8 @@ def test_key_changes_with_what_the_manifest_says(
         {"partition": {"name": "B"}},
         {"model": Model("some/model", "revision-2", "/weights")},
         {"renderer": renderer_of(TAKE_TURNS)},
-        {
-            "renderer": ChatRenderer(
-                tokenizer, ChatSettings(template=str(DEMO_TEMPLATE), ignored_tools="keep")
-            )
-        },
+        {"chat": {"ignored_tools": "keep"}},
+        {"chat": {"tool_arguments": "text"}},
     ]
     keys = [preparation(**change).key() for change in changes]
     assert len(set(keys)) == len(changes)

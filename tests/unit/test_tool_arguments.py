@@ -12,7 +12,7 @@ from helpers import byte_tokenizer, make_answer, make_preparation, user, write_l
 from promptmill.chat import ChatRenderer
 from promptmill.errors import PromptRejected
 from promptmill.prompts.manifest import prepare, read_prompts
-from promptmill.release.views import rows_of
+from promptmill.release.views import Asked, rows_of
 from promptmill.settings import ChatSettings
 from promptmill.tool_arguments import form_of, with_arguments
 
@@ -145,6 +145,9 @@ def test_arguments_stay_in_the_release_as_they_came(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [row])
     manifest = prepare(make_preparation(source, renderer_of(ITEMS)))
     (prompt,) = read_prompts(manifest)
-    (published,) = rows_of("conversations", "A", prompt, {h: make_answer(h) for (h,) in prompt.prompt_hashes})
+    asked = Asked("A", "last_turn", "f00", lambda *_: None)
+    (published,) = rows_of(
+        "conversations", asked, prompt, {h: make_answer(h) for (h,) in prompt.prompt_hashes}
+    )
     (call,) = published["conversations"][1]["tool_calls"]
     assert call["function"]["arguments"] == GIVEN
