@@ -134,6 +134,9 @@ class RunSettings(Section):
     """How long requests in flight may finish once a run is stopping."""
     min_free_gib: float = Field(default=1.0, ge=0)
     """Free disk that a start asks for where journal, segments and staged releases lie."""
+    max_unrendered: float = Field(default=0.5, ge=0, le=1)
+    """No server is started where the template refuses more than this share of a partition's rows, or leaves
+    out their tools: it is the template then, and not the rows. 1: start all the same."""
 
 
 class SamplingSettings(Section):

@@ -63,7 +63,7 @@ class Letters:
         return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
 
     def split(self, prompt_ids: object, output_ids: list[int]) -> Any:
-        from promptmill.chat import Split
+        from promptmill.splitting import Split
 
         return Split("", "".join(map(chr, output_ids)), 0, [])
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from helpers import byte_tokenizer, user
 
-from promptmill.chat import ChatRenderer, Split
+from promptmill.chat import ChatRenderer
 from promptmill.errors import ConfigError
 from promptmill.markers import find
 from promptmill.settings import ChatSettings
+from promptmill.splitting import Split
 
 _KIMI = (
     "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"

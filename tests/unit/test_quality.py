@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from promptmill.chat import Split
 from promptmill.release.quality import is_repetitive, judge
+from promptmill.splitting import Split
 from promptmill.types import Completion
 
 GOOD = Split("because", "4", 2, [])
