@@ -1,4 +1,4 @@
-"""A template that refuses rows: each is a reject with its words, and most of them are the template's fault."""
+"""A template that refuses rows: each is a reject with its words; where most are, it is the template."""
 
 from __future__ import annotations
 
