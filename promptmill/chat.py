@@ -83,6 +83,15 @@ class ChatRenderer:
         """Reasoning and content of an answer to a prompt."""
         return self._splitter(prompt_ids, output_ids)
 
+    def is_opened(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends inside reasoning."""
+        return bool(self.markers) and self._splitter.is_opened(prompt_ids)
+
+    @property
+    def marker_texts(self) -> tuple[str, str]:
+        """What opens and what closes reasoning, as text; empty where there is none."""
+        return self.decode_all(self.markers.open), self.decode_all(self.markers.close)
+
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text with its special tokens, to be looked at."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -48,7 +48,7 @@ class Splitter:
         """Reasoning and content of an answer to a prompt."""
         ids, marks = list(output_ids), self.markers
         start = self._begins(ids)  # some models repeat the marker that opened the prompt
-        if not marks or not (start or self._opened(prompt_ids)):
+        if not marks or not (start or self.is_opened(prompt_ids)):
             content, flags = self._content(ids)
             return Split("", content, 0, flags)
         at = find(ids, marks.close, start)
@@ -73,7 +73,7 @@ class Splitter:
     def reasons(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside reasoning or right behind it, as where it is switched off."""
         behind = self._behind(prompt_ids, self.markers.close)
-        return self._opened(prompt_ids) or (behind is not None and self._is_blank(behind))
+        return self.is_opened(prompt_ids) or (behind is not None and self._is_blank(behind))
 
     @cached_property
     def _control(self) -> frozenset[int]:
@@ -92,7 +92,7 @@ class Splitter:
         at = find(ids[: len(marker) + _SPACE], marker) if marker else None
         return at + len(marker) if at is not None and self._is_blank(tuple(ids[:at])) else 0
 
-    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+    def is_opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside reasoning: opened, with nothing but white space behind."""
         behind = self._behind(prompt_ids, self.markers.open)
         # Special tokens count: `<think></think>` is reasoning that was opened and closed.

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from promptmill.chat import as_message
 from promptmill.store.store import goes_on
-from promptmill.types import Answer, Message, PromptRow
+from promptmill.types import NO_IDS, Answer, Message, PromptRow
 
 _COMMON = [
     ("id", pa.string()),
@@ -137,12 +137,17 @@ def _conversation(asked: Asked, prompt: PromptRow, sample: int, chain: list[Answ
 
 
 def _turns(asked: Asked, prompt: PromptRow, sample: int, chain: list[Answer]) -> Iterator[Row]:
-    """Every generated turn, truncated and flagged ones included: they are valid targets for a drafter."""
+    """Every generated turn, truncated and flagged ones included: they are valid targets for a drafter.
+
+    Answers without ids have none to train on.
+    """
     messages: list[Message] = []
     for turn, answer in zip(prompt.turns, chain, strict=False):
-        messages += turn
-        common = _common(asked, prompt, sample, answer, messages)
-        messages.append(as_message(answer))
+        before = [*messages, *turn]
+        messages = [*before, as_message(answer)]
+        if NO_IDS in answer.flags:
+            continue
+        common = _common(asked, prompt, sample, answer, before)
         if len(prompt.turns) > 1:
             common["id"] += f"#turn{answer.turn}"
         yield {
@@ -163,7 +168,9 @@ def _common(asked: Asked, prompt: PromptRow, sample: int, answer: Answer, messag
         "partition": asked.partition,
         "mode": asked.mode,
         "renderer": asked.renderer,
-        "earlier_reasoning": asked.shows_reasoning(messages, answer.prompt_ids),
+        "earlier_reasoning": asked.shows_reasoning(messages, answer.prompt_ids)
+        if answer.prompt_ids
+        else None,
         "sample": sample,
         **{name: getattr(answer, name) for name, _ in _COMMON if name not in ("id", "partition", "sample")},
     }
