@@ -84,6 +84,10 @@ class ChatRenderer:
         """Text with its special tokens, to be looked at."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def control_tokens(self) -> list[str]:
+        """The tokens that the tokenizer has added to its vocabulary, flagged as special or not."""
+        return list(self._tokenizer.get_added_vocab())
+
     def fingerprint(self) -> str:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""
         template = self._template or self._tokenizer.chat_template

@@ -137,7 +137,7 @@ class Run:
 
     def longest_request_tokens(self, manifests: Sequence[Manifest]) -> int:
         """The longest prompt and its cap: what a server must have room for."""
-        return max((m.longest_prompt + m.max_new_tokens for m in manifests if m.prompts), default=0)
+        return max((m.longest_request for m in manifests if m.prompts), default=0)
 
     def mill(self, manifests: Sequence[Manifest]) -> Mill:
         return Mill(

@@ -94,6 +94,9 @@ class StubRenderer:
     def fingerprint(self) -> str:
         return "stub"
 
+    def control_tokens(self) -> list[str]:
+        return []
+
 
 def make_manifest(folder: Path, rows: Sequence[Any], **sections: Any) -> Manifest:
     """Partition P prepared from `rows`: a text is a prompt, a list the turns of a conversation, None a

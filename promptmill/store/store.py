@@ -110,6 +110,9 @@ class Store:
     def progress(self, keys: Keys, max_new_tokens: int, retry_failed: bool = False) -> Progress:
         """How far the rows of `keys` are: `is_done` of all their prompts at once."""
         ranks = self._index.look_up(keys.digests, lambda known: rank(known, max_new_tokens), PENDING)
+        for row, cap in keys.caps.items():
+            mine = keys.of_row(row)
+            ranks[mine] = self._index.look_up(keys.digests[mine], partial(rank, max_new_tokens=cap), PENDING)
         if retry_failed:
             ranks[ranks == FAILED] = PENDING
         if self._failed_here:  # also what was cut before, and cannot be asked again with more room

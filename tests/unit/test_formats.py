@@ -7,15 +7,22 @@ from helpers import user
 
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.prompts.formats import choose_format, to_conversation
-from promptmill.prompts.sources import RawRow
-from promptmill.settings import ColumnSettings
+from promptmill.prompts.formats.row import Row
+from promptmill.settings import ColumnSettings, PolicySettings
 from promptmill.types import Conversation
 
-NO_COLUMNS = ColumnSettings()
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"id": "t0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "t0", "content": "7"}
+
+
+def row_of(data: dict[str, Any], policies: dict[str, Any] | None = None, **columns: str) -> Row:
+    return Row(data, "f.jsonl:3", ColumnSettings(**columns), PolicySettings(**(policies or {})))
+
+
+def chosen(data: dict[str, Any], **columns: str) -> str:
+    return choose_format(row_of(data, **columns)).format
 
 
 def assistant(text: str) -> dict[str, Any]:
@@ -25,7 +32,7 @@ def assistant(text: str) -> dict[str, Any]:
 def read(
     data: dict[str, Any], fmt: str = "messages", mode: str | None = None, **columns: str
 ) -> Conversation:
-    return to_conversation(RawRow("f.jsonl:3", data), fmt, ColumnSettings(**columns), mode)
+    return to_conversation(row_of(data, **columns), fmt, mode)
 
 
 def turns(messages: list[Any], mode: str | None = None) -> list[list[dict[str, Any]]]:
@@ -50,24 +57,24 @@ def reason(data: dict[str, Any], fmt: str = "messages", mode: str | None = None,
     ],
 )
 def test_format_auto_follows_the_value(row: dict[str, Any], expected: str) -> None:
-    assert choose_format(row, NO_COLUMNS) == expected
+    assert chosen(row) == expected
 
 
 def test_format_auto_looks_at_the_column_that_is_named() -> None:
-    assert choose_format({"messages": [user("a")], "q": "text"}, ColumnSettings(prompt="q")) == "text"
+    assert chosen({"messages": [user("a")], "q": "text"}, prompt="q") == "text"
 
 
 def test_format_auto_names_the_columns_where_none_fits() -> None:
     with pytest.raises(ConfigError, match=r"recognised among id, body; set columns\.prompt"):
-        choose_format({"id": 1, "body": "x"}, NO_COLUMNS)
+        chosen({"id": 1, "body": "x"})
     with pytest.raises(ConfigError, match=r"set columns\.prompt"):
-        choose_format({"prompt": 42}, NO_COLUMNS)
+        chosen({"prompt": 42})
 
 
 @pytest.mark.parametrize("value", [None, []])
 def test_format_auto_leaves_an_empty_row_to_the_next_one(value: Any) -> None:
     with pytest.raises(PromptRejected, match="no_messages"):
-        choose_format({"messages": value}, NO_COLUMNS)
+        chosen({"messages": value})
 
 
 def test_text_is_the_only_message() -> None:
@@ -116,10 +123,6 @@ def test_unknown_role_is_a_reject(role: Any) -> None:
     assert reason({"messages": [user("a"), {"role": role, "content": "x"}, user("b")]}) == "unknown_role"
 
 
-def test_sharegpt_keys_are_an_unknown_role() -> None:
-    assert reason({"conversations": [{"from": "human", "value": "hi"}]}) == "unknown_role"
-
-
 def test_content_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]
     assert turns([user("x") | {"content": parts}]) == [[user("part onepart two")]]
@@ -133,8 +136,9 @@ def test_content_parts_of_text_are_joined() -> None:
             [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "?"}],
             "unsupported_modality",
         ),
-        ([{"type": "text"}], "unsupported_modality"),
-        ([5], "unsupported_modality"),
+        ([{"type": "text"}], "bad_content"),
+        ([{"text": "a"}], "bad_content"),
+        ([5], "bad_content"),
         ({"text": "object content"}, "bad_content"),
         (123, "bad_content"),
         (True, "bad_content"),
