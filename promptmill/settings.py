@@ -84,7 +84,8 @@ class ServerSettings(Section):
     empty (by its load, every few seconds); the embedded engine's slots; 32 for others."""
     stream: bool = True
     """Whether SGLang's answers come piece by piece. Whole ones cost the client less, but what there was of an
-    answer is lost with its server, and after a death every prompt that was in flight is tried by itself."""
+    answer is lost with its server, and after a death every prompt that was in flight is tried by itself (and
+    streamed, so that a trial ends with its first token)."""
     stream_interval: int = Field(default=32, ge=1)
     """Tokens in one event of SGLang's streams; at most one less is lost when a server dies."""
     accept_rendering_difference: bool = False

@@ -138,12 +138,16 @@ class Prompt:
     """What was rendered, earlier answers included."""
     tries: int = 0
     """Requests that failed through no fault of a server's death."""
+    excused: int = 0
+    """Requests that failed together with most others in flight."""
     error: str = ""
     """Why it cannot be asked at all; such a prompt is recorded as failed."""
     partial: list[int] = field(default_factory=list)
     """Output ids that an earlier request gave before its stream broke; the next one goes on from there."""
 
-    def after_failed_try(self) -> Prompt:
+    def after_failed_try(self, excused: bool) -> Prompt:
+        if excused:
+            return replace(self, excused=self.excused + 1)
         return replace(self, tries=self.tries + 1)
 
 

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 from promptmill import events
 from promptmill.chat import ChatRenderer
-from promptmill.errors import PromptmillError, ServerDied, StoreError
+from promptmill.errors import PromptmillError, ServerDied, ServerError, StoreError
 from promptmill.generation.asking import Asking
 from promptmill.generation.deadline import end_of_run
 from promptmill.generation.figures import Meter
@@ -47,6 +47,8 @@ _SEAL_BYTES = 1_000_000
 _DEADLINE_SLACK = 0.15
 """How far the forecast may be off."""
 _FLUSH_S = 3.0
+HOPELESS = 50
+"""Prompts of a partition that fail, with none that does not, before nothing more of it is asked."""
 
 
 class RunEnded(PromptmillError):
@@ -202,6 +204,7 @@ class Loop:
     def _sent(self, prompt: Prompt, part: Partition, replica: Replica, task: asyncio.Task[None]) -> None:
         replica.remove(task)
         self._count_in_flight(part, prompt, -1)
+        self._maybe_give_up(part)
         self._maybe_chaos(replica)
         self._wake.set()
 
@@ -230,6 +233,22 @@ class Loop:
             self._under_way.add(prompt.prompt_hash)
         else:
             self._under_way.discard(prompt.prompt_hash)
+
+    def _maybe_give_up(self, part: Partition) -> None:
+        """Where all that was tried failed, the rest is not thrown after it; other partitions go on."""
+        name = part.manifest.partition
+        counter = self.meter.counters[name]
+        if part.over or counter.failed < HOPELESS or counter.failed < counter.ended:
+            return
+        part.over = True
+        self._picker.remove(name)
+        part.release(
+            ServerError(
+                f"{name}: its first {counter.failed} prompts all failed, the last one with: "
+                f"{self._asking.last_failure}. Nothing more of it is asked. "
+                "Mend the cause, then run again with --retry-failed."
+            )
+        )
 
     def _maybe_chaos(self, replica: Replica) -> None:
         if self._chaos_left and self._asking.answers >= self._chaos_left and replica.server.process:

@@ -104,6 +104,7 @@ class PromptMaker:
             turn=turn,
             messages=messages,
             tries=0,
+            excused=0,
             partial=[],
         )
 

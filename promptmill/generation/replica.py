@@ -8,8 +8,9 @@ from contextlib import suppress
 
 from promptmill.errors import ServerError
 from promptmill.events import Serving
+from promptmill.generation.breaks import Breaks
 from promptmill.generation.window import START, RequestSizes, Window
-from promptmill.serving.client import Client, ConnectionRefused, Load
+from promptmill.serving.client import Client, ConnectionRefused, Load, Request
 from promptmill.serving.facts import Facts
 from promptmill.serving.liveness import Limits, Liveness, Loss
 from promptmill.serving.server import Server
@@ -54,6 +55,7 @@ class Replica:
         """Requests in flight."""
         self.lost_in_flight = 0
         """How many there were when it was lost."""
+        self.breaks = Breaks()
         self._poll_s = settings.poll_interval_s
         limits = Limits(settings.inactivity_timeout_s, settings.collapse_timeout_s)
         self._liveness = Liveness(limits, time.monotonic())
@@ -118,7 +120,7 @@ class Replica:
             if self._token_at < since and self._sick_at < since:
                 try:
                     async with asyncio.timeout(CANARY_S):
-                        await self.client.complete(self._canary_ids, _GREEDY, 1, 0, key="canary")
+                        await self.client.complete(Request(self._canary_ids, _GREEDY, 1, key="canary"))
                     self._token_at = time.monotonic()
                 except (ServerError, TimeoutError):
                     self._sick_at = time.monotonic()

@@ -16,6 +16,7 @@ from promptmill.chat import ChatRenderer
 from promptmill.errors import LaunchFailed, PromptmillError
 from promptmill.model import Model
 from promptmill.serving import openai_gate, sglang_gate
+from promptmill.serving.client import Request
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
@@ -92,7 +93,7 @@ def _canary(
         client = make_client(profile, server, name, model, renderer)
         try:
             sampling = SamplingSettings(temperature=0.0, ebnf=profile.sampling.ebnf)
-            completion = await client.complete(ids, sampling, _CANARY_TOKENS, sample=0, key="canary")
+            completion = await client.complete(Request(ids, sampling, _CANARY_TOKENS, key="canary"))
         finally:
             await client.close()
         if completion.prompt_tokens != len(ids):

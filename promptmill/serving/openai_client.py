@@ -10,7 +10,14 @@ import openai
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
 from promptmill.errors import ServerError
-from promptmill.serving.client import ConnectionBroke, ConnectionRefused, Load, OnTokens, status_error
+from promptmill.serving.client import (
+    ConnectionBroke,
+    ConnectionRefused,
+    Load,
+    OnTokens,
+    Request,
+    status_error,
+)
 from promptmill.settings import SamplingSettings
 from promptmill.types import Completion
 
@@ -48,26 +55,18 @@ class OpenAIClient:
     async def close(self) -> None:
         await self._client.close()
 
-    async def complete(
-        self,
-        input_ids: list[int],
-        sampling: SamplingSettings,
-        max_new_tokens: int,
-        sample: int,
-        on_tokens: OnTokens = lambda ids: None,
-        key: str = "",
-    ) -> Completion:
+    async def complete(self, request: Request, on_tokens: OnTokens = lambda ids: None) -> Completion:
         output_ids: list[int] = []
         finish_reason = ""
         prompt_tokens = -1
         try:
             stream: Any = await self._client.completions.create(
                 model=self._model,
-                prompt=input_ids,
-                max_tokens=max_new_tokens,
+                prompt=request.input_ids,
+                max_tokens=request.max_new_tokens,
                 stream=True,
                 stream_options={"include_usage": True},
-                **_sampling_arguments(sampling, sample),
+                **_sampling_arguments(request.sampling, request.sample),
             )
             async for chunk in stream:
                 new = _chunk_ids(chunk)

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from promptmill.errors import PromptmillError, ServerDied
+from promptmill.errors import PromptmillError, ServerDied, ServerError
+from promptmill.generation.asking import MAX_EXCUSED, MAX_TRIES
+from promptmill.generation.loop import HOPELESS
 from promptmill.generation.mill import Finished, Lost, Mill
 from promptmill.model import Model
 from promptmill.profile import load_profile
@@ -283,12 +285,26 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     assert rogue.went_on["ux"] == rogue.went_on["uy"] == 2
 
 
-def test_tries_are_counted_however_many_requests_break_at_once(make: Make, rogue: Rogue, fast: None) -> None:
+def test_tries_are_bounded_however_many_requests_break_at_once(make: Make, rogue: Rogue, fast: None) -> None:
     rogue.script = lambda times, ids: "cut" if ids[1] == ord("x") else "ok"
-    bench = make([f"x{n}" for n in range(60)], ["z"])
+    bench = make([f"x{n}" for n in range(40)], ["z"])
     bench.attach(rogue, slots=60)
-    assert counts(bench.generate()["A"]) == {"rows": 60, "failed": 60}
-    assert {times for text, times in rogue.asked.items() if text.startswith("ux")} == {3}
+    assert counts(bench.generate()["A"]) == {"rows": 40, "failed": 40}
+    tries = {times for text, times in rogue.asked.items() if text.startswith("ux")}
+    assert tries <= set(range(MAX_TRIES, MAX_TRIES + MAX_EXCUSED + 1))
+
+
+def test_partition_whose_prompts_all_fail_is_given_up_and_the_other_goes_on(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: 400 if ids[1] == ord("x") else "ok"
+    bench = make([f"x{n}" for n in range(HOPELESS + 20)], [f"z{n}" for n in range(HOPELESS + 20)])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert isinstance(results["A"], ServerError)
+    assert "prompts all failed, the last one with: refused_by_server: 400: said 400" in str(results["A"])
+    assert "--retry-failed" in str(results["A"])
+    assert sum(rogue.asked[f"ux{n}"] for n in range(HOPELESS + 20)) < HOPELESS + 10
+    assert counts(results["B"]) == {"rows": HOPELESS + 20, "answered": HOPELESS + 20}
+    assert isinstance(bench.mill.wait(WAIT_S), Finished)
 
 
 def test_mill_waits_between_the_tries_of_a_prompt(
@@ -495,3 +511,4 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptmill.generation.replica._DEATH_CONFIRMED_S", 0.05)
     monkeypatch.setattr("promptmill.generation.replica._BUSY_PAUSE_S", 0.05)
     monkeypatch.setattr("promptmill.generation.asking.RETRY_AFTER_S", (0.05, 0.05))
+    monkeypatch.setattr("promptmill.generation.breaks.TOGETHER_S", 0.02)
