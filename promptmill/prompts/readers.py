@@ -129,7 +129,8 @@ def _plain(raw: IO[bytes], magic: bytes) -> io.BufferedReader:
     elif magic == _ZSTD:
         # The package zstandard ends in silence where a file is cut; Arrow says so.
         stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-    return io.BufferedReader(cast(io.RawIOBase, stream), _HEAD)
+    # Whatever is asked of a cut archive at once is lost: a little, so that lines are counted to near its end.
+    return io.BufferedReader(cast(io.RawIOBase, stream), _HEAD if stream is raw else io.DEFAULT_BUFFER_SIZE)
 
 
 def _first_byte(stream: io.BufferedReader) -> bytes:

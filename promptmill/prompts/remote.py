@@ -11,17 +11,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any
 
 from promptmill.errors import ConfigError
 
-T = TypeVar("T")
 SCHEMES = ("s3", "hf")
 _BLOCK = 8 << 20
-_HUB = re.compile(
-    r"hf://(?P<root>datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?)(?:/(?P<path>.*))?"
-)
+_HUB = re.compile(r"hf://(?P<root>datasets/[^/@]+/[^/@]+(?:@[^/]+)?)(?:/(?P<path>.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def _on_hub(source: str) -> list[RemoteFile]:
         except (_hub_client_error(), ConnectionError) as error:
             if isinstance(error, HfHubHTTPError):  # the hub was reached, and said no
                 raise
-    return _in_cache(source, found["repo"], found["revision"], path)
+    return _in_cache(source, root, path)
 
 
 def _hub_address(root: str) -> Callable[[str], str]:
@@ -113,26 +111,34 @@ def _hub_client_error() -> type[Exception]:
     return base
 
 
-def _in_cache(source: str, repo: str, revision: str | None, path: str) -> list[RemoteFile]:
+def _in_cache(source: str, root: str, path: str) -> list[RemoteFile]:
     """The same files out of the hub's cache. Raises ConfigError where the data set is not there."""
-    from fsspec.implementations.dirfs import DirFileSystem
-    from fsspec.implementations.local import LocalFileSystem
+    repo, _, revision = root.removeprefix("datasets/").partition("@")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))
+        folder = Path(
+            snapshot_download(repo, repo_type="dataset", revision=revision or None, local_files_only=True)
+        )
     except (LocalEntryNotFoundError, FileNotFoundError):
         raise ConfigError(
             f"source {source!r}: the hub cannot be reached, and its cache does not hold the data set. "
             f"Where there is a network: hf download {repo} --repo-type dataset."
         ) from None
-    root = f"datasets/{repo}{f'@{revision}' if revision else ''}"
-    fs = DirFileSystem(path=str(folder), fs=LocalFileSystem())
-    # In the cache a file is a link to its blob, which has the checksum for its name.
-    return _listed(
-        fs, path, lambda name: f"hf://{root}/{name}", lambda info: (folder / info["name"]).resolve().name
-    )
+    if is_glob(path):
+        found = [file for file in folder.glob(path) if file.is_file()]
+    else:
+        there = folder / path
+        found = [there] if there.is_file() else [file for file in there.rglob("*") if file.is_file()]
+    if not found:
+        raise FileNotFoundError(f"{path or 'a file'}, in the hub's cache")
+    return [_cached(file, f"{root}/{file.relative_to(folder)}") for file in sorted(found)]
+
+
+def _cached(file: Path, name: str) -> RemoteFile:
+    """In the cache a file is a link to its blob, which has the checksum for its name."""
+    return RemoteFile(f"hf://{name}", file.resolve().name, file.stat().st_size, lambda: file.open("rb"))
 
 
 def _blob(info: dict[str, Any]) -> str:
@@ -150,10 +156,12 @@ def _listed(
         found = fs.find(path, detail=True) if about["type"] == "directory" else {path: about}
     files = [(name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
 
-    def opener(name: str) -> Callable[[], IO[bytes]]:
-        return lambda: cast(IO[bytes], fs.open(name, "rb", block_size=_BLOCK))
-
     return [
-        RemoteFile(address(name), stamp({**info, "name": name}), int(info.get("size") or 0), opener(name))
+        RemoteFile(
+            address(name),
+            stamp(info),
+            int(info.get("size") or 0),
+            partial(fs.open, name, "rb", block_size=_BLOCK),
+        )
         for name, info in files
     ]

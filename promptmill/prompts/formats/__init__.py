@@ -106,12 +106,11 @@ def to_conversation(row: Row, fmt: str, mode: str | None) -> Conversation:
     source, tools = found if isinstance(found, tuple) else (found, None)
     if fmt != "glaive":  # which has read its system's text itself
         _put_system(source, row)
-    if tools is None:
-        column = row.columns.tools or chosen.tools
-        tools = tools_of(row.data.get(column), column, row)
+    column = row.columns.tools or chosen.tools
+    tools = tools_of(row.data.get(column) if tools is None else tools, column, row)
     rollout = mode == "rollout" or (mode is None and chosen.rollout)
     conversation = policies.apply(source, rollout, row.policies, row.notes)
-    return Conversation(id=row.id(), turns=conversation, tools=tools or None, location=row.location)
+    return Conversation(id=row.id(), turns=conversation, tools=tools, location=row.location)
 
 
 def _put_system(source: Sequence[list[Message]], row: Row) -> None:
