@@ -213,7 +213,7 @@ def _plan(args: argparse.Namespace) -> int:
     from promptmill.profile import load_profile
     from promptmill.prompts.manifest import make_current, prepare
     from promptmill.prompts.policies import NOTES
-    from promptmill.prompts.reasons import remedy
+    from promptmill.prompts.reasons import with_remedy
     from promptmill.run import Run, RunRequest, check_request
 
     profile = load_profile(args.profile, args.overrides)
@@ -241,7 +241,7 @@ def _plan(args: argparse.Namespace) -> int:
         for note, n in manifest.notes.items():
             print(f"  {n:,} {note}: {NOTES[note]}")
         for reason, n in manifest.rejected.items():
-            print(f"  {n:,} rejected: {reason} ({remedy(reason)})")
+            print(f"  {n:,} rejected: {with_remedy(reason)}")
         for example in manifest.examples:
             print(f"    {example}")
     return OK

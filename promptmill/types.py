@@ -203,6 +203,8 @@ class Tally:
     partition: str
     counts: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    """As in the manifest."""
 
     @property
     def rows(self) -> int:

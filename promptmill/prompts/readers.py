@@ -75,7 +75,8 @@ def _read_parquet(file: File, stream: IO[bytes]) -> Iterator[RawRow | Reject]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's, not Parquet's
-        raise ConfigError(f"source {file}: not a whole Parquet file, after {n} rows: {error}.") from None
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"source {file}: not a whole Parquet file, after {n} rows: {first}.") from None
 
 
 class Unreadable:

@@ -41,6 +41,6 @@ REASONS = {
 }
 
 
-def remedy(reason: str) -> str:
-    """What to do about it; "" for a reason of somebody else's, such as a server's."""
-    return REASONS.get(reason, "")
+def with_remedy(reason: str) -> str:
+    """The reason and what to do about it, where that is known."""
+    return f"{reason} ({REASONS[reason]})" if reason in REASONS else reason

@@ -172,6 +172,7 @@ class _Publisher:
             "files": files,
             "accounting": {tally.partition: tally.to_json() for tally in tallies},
             "rejected": {tally.partition: tally.rejected for tally in tallies if tally.rejected},
+            "policies": {tally.partition: tally.notes for tally in tallies if tally.notes},
             "profile": self._profile.masked(),
         }
         (staged / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")

@@ -184,7 +184,7 @@ class Store:
         for keys in read_key_arrays(manifest):
             progress = self.progress(keys, manifest.max_new_tokens)
             rows += np.bincount(progress.row_ranks(), minlength=len(WORST_FIRST))
-        tally = Tally(manifest.partition, rejected=dict(manifest.rejected))
+        tally = Tally(manifest.partition, rejected=dict(manifest.rejected), notes=dict(manifest.notes))
         tally.counts.update(dict(zip(WORST_FIRST, rows.tolist(), strict=True)))
         tally.counts["rejected"] = sum(manifest.rejected.values())
         return tally

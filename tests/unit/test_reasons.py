@@ -13,7 +13,7 @@ from helpers import ROOT
 
 from promptmill.prompts.formats import FORMATS
 from promptmill.prompts.policies import NOTES
-from promptmill.prompts.reasons import REASONS, remedy
+from promptmill.prompts.reasons import REASONS, with_remedy
 from promptmill.settings import PartitionSettings, PolicySettings
 
 MODULES = [*(ROOT / "promptmill" / "prompts").rglob("*.py"), ROOT / "promptmill" / "chat.py"]
@@ -47,8 +47,8 @@ def test_every_reason_that_the_code_gives_has_a_remedy_and_every_remedy_a_reason
         if re.fullmatch(r"[a-z_]+", word)
     }
     assert given == set(REASONS)
-    assert remedy("too_long") == REASONS["too_long"]
-    assert remedy("a server's own") == ""
+    assert with_remedy("too_long") == f"too_long ({REASONS['too_long']})"
+    assert with_remedy("a server's own") == "a server's own"
 
 
 def test_every_note_that_the_code_takes_has_a_meaning() -> None:
