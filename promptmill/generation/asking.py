@@ -16,7 +16,6 @@ from promptmill.generation.partition import Partition
 from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import Recorder
 from promptmill.generation.replica import Replica
-from promptmill.generation.resume import is_resumable
 from promptmill.generation.suspects import Suspects
 from promptmill.generation.window import RequestSizes
 from promptmill.serving.client import Request
@@ -98,7 +97,7 @@ class Asking:
         if prompt.error:
             await self.give_up(prompt, prompt.error, replica)
             return
-        stream = _Stream(prompt, is_resumable(part.sampling))
+        stream = _Stream(prompt, part.resumable)
         self._streams.add(stream)
 
         def on_tokens(ids: list[int]) -> None:
@@ -136,6 +135,8 @@ class Asking:
             sample=prompt.sample,
             key=prompt.prompt_hash,
             on_trial=prompt.prompt_hash in self._suspects,
+            messages=prompt.messages,
+            tools=prompt.row.tools,
         )
 
     async def _broken(self, prompt: Prompt, stream: _Stream, replica: Replica, error: ServerError) -> None:
@@ -217,6 +218,7 @@ class Asking:
         if not await self._record(prompt, answer):
             return
         replica.answers += 1
+        replica.checkup.answered(prompt.prompt_hash, prompt.partition, answer.status == "answered")
         self._meter.retractions += completion.retractions
         self._picker.finished(prompt.partition, answer.completion_tokens)
         self._sizes.finished(answer.prompt_tokens, answer.completion_tokens)

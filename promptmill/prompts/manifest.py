@@ -77,6 +77,7 @@ class Preparation:
             "model_revision": self.model.revision,
             "chat": self.renderer.fingerprint(),
             **{f"sampling.{name}": value for name, value in sampling.items() if value is not None},
+            **({"server.api": "chat"} if self.profile.server.api == "chat" else {}),
         }
 
     def key(self) -> str:
@@ -88,6 +89,7 @@ class Preparation:
             "partition": self.partition.model_dump(mode="json", exclude={"weight"}),
             "model": [self.model.name, self.model.revision],
             "renderer": self.renderer.fingerprint(),
+            "api": self.profile.server.api,
             "sampling": self.profile.sampling_for(self.partition).model_dump(mode="json"),
             "max_new_tokens": self.profile.max_new_tokens(self.partition),
             "context_tokens": self.context_tokens,

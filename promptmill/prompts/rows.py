@@ -25,6 +25,7 @@ class RowReader:
         self._renderer = preparation.renderer
         sampling = profile.sampling_for(part)
         self._samples = range(sampling.samples)
+        self._chat = profile.chat.template_kwargs if profile.server.api == "chat" else None
         self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
@@ -50,7 +51,7 @@ class RowReader:
         ids = self._renderer.render(conversation.turns[0], conversation.tools)
         cap = self._room(len(ids), row)
         later = conversation.turns[1:]
-        hashes = [self._hash.chain(self._hash(ids, sample), later) for sample in self._samples]
+        hashes = [self._hash.chain(self._first(conversation, ids, sample), later) for sample in self._samples]
         self._check_asked(hashes[0][-1], row)
         prompt = PromptRow(
             row=index,
@@ -63,6 +64,11 @@ class RowReader:
             max_new_tokens=cap,
         )
         return prompt, row.notes
+
+    def _first(self, conversation: Conversation, ids: list[int], sample: int) -> str:
+        if self._chat is None:
+            return self._hash(ids, sample)
+        return self._hash.of_messages(conversation.turns[0], conversation.tools, self._chat, sample)
 
     def _row(self, raw: RawRow) -> Row:
         return Row(raw.data, raw.location, self._part.columns, self._part.policies)

@@ -181,6 +181,14 @@ class Journal:
         sql = "DELETE FROM answers WHERE prompt_hash = ? AND status = ? AND max_new_tokens = ?"
         self._submit(lambda connection: _execute_many(connection, sql, rows)).result()
 
+    def withdraw(self, prompt_hashes: Sequence[str], written: Callable[[], None]) -> Future[None]:
+        """Remove answers that turned out to be none; `written` is called when that is durable."""
+        sql = "DELETE FROM answers WHERE prompt_hash = ?"
+        future: Future[None] = Future()
+        rows = [(h,) for h in prompt_hashes]
+        self._jobs.put(Job(lambda connection: _execute_many(connection, sql, rows), future, written))
+        return future
+
     def remember(self, key: str, value: Any) -> None:
         """Keep a small fact for later runs."""
         row = (key, json.dumps(value))
@@ -259,11 +267,10 @@ class JournalReader:
         """(prompt_hash, status, finish_reason, max_new_tokens) of every answer."""
         yield from self._query("SELECT prompt_hash, status, finish_reason, max_new_tokens FROM answers")
 
-    def answers(self, partition: str, limit: int = -1) -> Iterator[Answer]:
-        """The answers of a partition, in the order of their hashes."""
-        rows = self._query(
-            "SELECT body FROM answers WHERE partition = ? ORDER BY prompt_hash LIMIT ?", (partition, limit)
-        )
+    def answers(self, partition: str) -> Iterator[Answer]:
+        """The answers of a partition, in the order of their hashes, as a stream."""
+        sql = "SELECT body FROM answers WHERE partition = ? ORDER BY prompt_hash"
+        rows = self._query(sql, (partition,))
         yield from (self._answer(body) for (body,) in rows)
 
     def lookup(self, hashes: list[str]) -> Iterator[Answer]:
