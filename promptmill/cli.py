@@ -212,6 +212,8 @@ def _quiet_flow(log: Path) -> Callable[..., Any]:
 def _plan(args: argparse.Namespace) -> int:
     from promptmill.profile import load_profile
     from promptmill.prompts.manifest import make_current, prepare
+    from promptmill.prompts.policies import NOTES
+    from promptmill.prompts.reasons import with_remedy
     from promptmill.run import Run, RunRequest, check_request
 
     profile = load_profile(args.profile, args.overrides)
@@ -231,13 +233,15 @@ def _plan(args: argparse.Namespace) -> int:
     for manifest in manifests:
         tally = tallies[manifest.partition]
         print(
-            f"{manifest.partition}: {manifest.rows:,} rows ({manifest.format}), "
+            f"{manifest.partition}: {manifest.rows:,} rows ({manifest.kind}), "
             f"{manifest.prompts:,} prompts, {manifest.prompt_tokens:,} tokens, "
             f"longest {manifest.longest_prompt:,}; {tally.pending:,} pending, "
             f"at most {manifest.max_new_tokens:,} new tokens each"
         )
+        for note, n in manifest.notes.items():
+            print(f"  {n:,} {note}: {NOTES[note]}")
         for reason, n in manifest.rejected.items():
-            print(f"  {n:,} rejected: {reason}")
+            print(f"  {n:,} rejected: {with_remedy(reason)}")
         for example in manifest.examples:
             print(f"    {example}")
     return OK

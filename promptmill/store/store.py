@@ -114,6 +114,9 @@ class Store:
     def progress(self, keys: Keys, max_new_tokens: int, retry_failed: bool = False) -> Progress:
         """How far the rows of `keys` are: `is_done` of all their prompts at once."""
         ranks = self._index.look_up(keys.digests, lambda known: rank(known, max_new_tokens), PENDING)
+        for row, cap in keys.caps.items():
+            mine = keys.of_row(row)
+            ranks[mine] = self._index.look_up(keys.digests[mine], partial(rank, max_new_tokens=cap), PENDING)
         if retry_failed:
             ranks[ranks == FAILED] = PENDING
         if self._failed_here:  # also what was cut before, and cannot be asked again with more room
@@ -189,7 +192,7 @@ class Store:
         for keys in read_key_arrays(manifest):
             progress = self.progress(keys, manifest.max_new_tokens)
             rows += np.bincount(progress.row_ranks(), minlength=len(WORST_FIRST))
-        tally = Tally(manifest.partition, rejected=dict(manifest.rejected))
+        tally = Tally(manifest.partition, rejected=dict(manifest.rejected), notes=dict(manifest.notes))
         tally.counts.update(dict(zip(WORST_FIRST, rows.tolist(), strict=True)))
         tally.counts["rejected"] = sum(manifest.rejected.values())
         return tally
