@@ -347,9 +347,10 @@ def test_find_is_the_first_place_of_all_of_it(wanted: tuple[int, ...], start: in
     assert find([1, 2, 3, 2, 2, 3], wanted, start) == at
 
 
-@pytest.mark.parametrize(
-    "text", ["<|im_end|>", "  \n<|im_end|>", "</think>  \n<|im_end|>", "thought</think><|im_end|>"]
-)
+WORDLESS = ("<|im_end|>", "  \n<|im_end|>", "</think>  \n<|im_end|>", "thought</think><|im_end|>")
+
+
+@pytest.mark.parametrize("text", WORDLESS)
 def test_answer_without_a_word_is_empty(text: str) -> None:
     off = asked("Kimi-K2.5", template_kwargs={"thinking": False})
     answer = off if "</think>" not in text else asked("Kimi-K2.5")
