@@ -4,9 +4,9 @@
 
 Prints one JSON object, after a minute of CPU. Each figure stands beside its goal and what the study that
 set the goals reached; `server flag` is the server's --schedule-conservativeness. The goals hold for 0.3,
-which the profiles set and the study's figures were reached with; 1 is SGLang's default, and --quick leaves it
-out, and the fixed number on four servers. A makespan is given over a lower bound that no policy gets below, and is the worst of the seeds; a seed
-shuffles the prompts.
+which the profiles set and the study's figures were reached with; 1 is SGLang's default. --quick leaves that
+out, and the fixed number on four servers. A makespan is given over a lower bound that no policy gets below,
+and is the worst of the seeds; a seed shuffles the prompts.
 """
 
 from __future__ import annotations
