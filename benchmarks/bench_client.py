@@ -32,7 +32,7 @@ MEMORY_ALONE = "--memory" in sys.argv
 WARM_UP = 1000
 MEASURED = 2000 if QUICK else 4000
 ROUNDS = 1 if QUICK else 3
-MEMORY = (1000, 20_000 if QUICK else 100_000)
+MEMORY = (1000, 10_000 if QUICK else 100_000)
 _IMPORTED = """
 import sys
 import flows.regenerate

@@ -67,7 +67,7 @@ class ChatRenderer:
     def split(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Split:
         """Reasoning and content of an answer to a prompt."""
         ids = list(output_ids)
-        opened = self._opened(prompt_ids)
+        opened = self.is_opened(prompt_ids)
         skip = 0
         if self.open_ids and ids[: len(self.open_ids)] == self.open_ids:
             opened, skip = True, len(self.open_ids)  # some models repeat the marker that opened the prompt
@@ -79,6 +79,11 @@ class ChatRenderer:
         after = at + len(self.close_ids)
         content = self.decode(ids[after:]).strip()
         return Split(self.decode(ids[skip:at]).strip(), content, after, [])
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """What opens and what closes reasoning, as text; empty where there is none."""
+        return self.decode_all(self.open_ids), self.decode_all(self.close_ids)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text with its special tokens, to be looked at."""
@@ -127,7 +132,7 @@ class ChatRenderer:
             )
         return ids
 
-    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+    def is_opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside reasoning: opened, with nothing but white space behind."""
         if not self.open_ids:
             return False

@@ -34,8 +34,12 @@ class ServerSettings(Section):
     """How the model is served, and how patient we are with it."""
 
     engine: Literal["sglang", "openai", "llama_cpp"] = "sglang"
-    """`llama_cpp` is embedded and runs on a CPU; `openai` is any OpenAI-compatible server that takes and
-    gives token ids on /v1/completions; `sglang` is SGLang's native interface."""
+    """`llama_cpp` is embedded and runs on a CPU; `openai` is any OpenAI-compatible server; `sglang` is
+    SGLang's native interface."""
+    api: Literal["completions", "chat"] = "completions"
+    """What an OpenAI-compatible server is asked for. `completions` takes and gives token ids. `chat` is for
+    servers that do not: it takes messages and gives texts, the server's own template renders, an answer that
+    breaks off starts over, and a release has no `turns` of such rows."""
     version: str = Field(default="", pattern=r"^(\d+\.\d+\.\d+.*)?$")
     """SGLang's version, e.g. "0.5.9": names of flags differ. Empty: asked of the command's Python; where that
     cannot be (a container), the newest known one."""
@@ -69,6 +73,9 @@ class ServerSettings(Section):
     collapse_timeout_s: float = Field(default=600, gt=0)
     """A server that falls below a quarter of the throughput it had, with as many requests in flight, and
     stays there for this long, is relaunched."""
+    canary_interval_s: float = Field(default=600, ge=0)
+    """How often a server is asked again what it answered at the gate. Where its answer is quite another one,
+    twice, it is relaunched, and what it gave since its last good check-up is asked again. 0: never."""
     poll_interval_s: float = Field(default=2.0, gt=0)
     """How often a server is asked for its load."""
     stop_grace_s: float = Field(default=30, ge=0)
@@ -84,7 +91,8 @@ class ServerSettings(Section):
     empty (by its load, every few seconds); the embedded engine's slots; 32 for others."""
     stream: bool = True
     """Whether SGLang's answers come piece by piece. Whole ones cost the client less, but what there was of an
-    answer is lost with its server, and after a death every prompt that was in flight is tried by itself."""
+    answer is lost with its server, and after a death every prompt that was in flight is tried by itself (and
+    streamed, so that a trial ends with its first token)."""
     stream_interval: int = Field(default=32, ge=1)
     """Tokens in one event of SGLang's streams; at most one less is lost when a server dies."""
     accept_rendering_difference: bool = False

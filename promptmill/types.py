@@ -34,6 +34,10 @@ WORST_FIRST: tuple[Status, ...] = (
 """A row with several answers (samples, turns) is as its worst one."""
 
 
+NO_IDS = "no_ids"
+"""The flag of an answer whose server gave no token ids. It says nothing against it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One input row, understood.
@@ -125,13 +129,31 @@ class Prompt:
     """What was rendered, earlier answers included."""
     tries: int = 0
     """Requests that failed through no fault of a server's death."""
+    excused: int = 0
+    """Requests that failed together with most others in flight."""
     error: str = ""
     """Why it cannot be asked at all; such a prompt is recorded as failed."""
     partial: list[int] = field(default_factory=list)
     """Output ids that an earlier request gave before its stream broke; the next one goes on from there."""
 
-    def after_failed_try(self) -> Prompt:
+    def after_failed_try(self, excused: bool) -> Prompt:
+        if excused:
+            return replace(self, excused=self.excused + 1)
         return replace(self, tries=self.tries + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """An answer without token ids, taken apart by its server as far as that does so."""
+
+    reasoning: str
+    content: str
+    tokens: int
+    """Completion tokens, as the server counts them."""
+    reasoning_tokens: int
+    """Of these; 0 where it does not say."""
+    has_calls: bool
+    """The server made tool calls of a part of the text; that part is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +161,13 @@ class Completion:
     """What a server returned for one request. `finish_reason` is stop or length, nothing else."""
 
     output_ids: list[int]
+    """Empty where there are `texts`."""
     finish_reason: str
     prompt_tokens: int
     retractions: int = 0
     """Times that the server sent it back to its queue, where it tells."""
+    texts: Texts | None = None
+    """Of chat completions, which have no ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +184,7 @@ class Answer:
     """stop or length; empty for a failure."""
     flags: list[str]
     prompt_ids: list[int]
+    """Empty, as `output_ids` is, for an answer with the flag `no_ids`."""
     output_ids: list[int]
     reasoning: str
     content: str

@@ -16,14 +16,17 @@ from promptmill.generation.partition import Partition
 from promptmill.generation.picker import Picker
 from promptmill.generation.prompts import Recorder
 from promptmill.generation.replica import Replica
-from promptmill.generation.resume import is_resumable
 from promptmill.generation.suspects import Suspects
 from promptmill.generation.window import RequestSizes
+from promptmill.serving.client import Request
 from promptmill.store.journal import Piece
 from promptmill.store.store import Store, goes_on
 from promptmill.types import Answer, Completion, Prompt
 
 MAX_TRIES = 3
+MAX_EXCUSED = 3
+"""Tries that failed together with most others and cost nothing; or a server that is sick for good would be
+asked for ever."""
 RETRY_AFTER_S = (1.0, 5.0)
 """Errors come in bursts, and one is not to use up every try of a prompt."""
 
@@ -33,6 +36,7 @@ class _Stream:
 
     def __init__(self, prompt: Prompt, resumable: bool) -> None:
         self.prompt = prompt
+        self.sent_at = time.monotonic()
         self.received = array("I")
         self._resumable = resumable
         self._flushed = 0
@@ -86,14 +90,14 @@ class Asking:
         """Interrupted before their first token by a loss that has not been judged yet."""
         self.answers = 0
         """Records made, over all servers."""
+        self.last_failure = ""
 
     async def one(self, prompt: Prompt, part: Partition, replica: Replica) -> None:
         """From sending it to a durable record, or back to the picker."""
         if prompt.error:
             await self.give_up(prompt, prompt.error, replica)
             return
-        sent_at = time.monotonic()
-        stream = _Stream(prompt, is_resumable(part.sampling))
+        stream = _Stream(prompt, part.resumable)
         self._streams.add(stream)
 
         def on_tokens(ids: list[int]) -> None:
@@ -106,14 +110,7 @@ class Asking:
 
         self._meter.sent(prompt.partition, len(prompt.input_ids), len(prompt.partial))
         try:
-            completion = await replica.client.complete(
-                [*prompt.input_ids, *prompt.partial] if prompt.partial else prompt.input_ids,
-                part.sampling,
-                prompt.max_new_tokens - len(prompt.partial),
-                prompt.sample,
-                on_tokens,
-                prompt.prompt_hash,
-            )
+            completion = await replica.client.complete(self._request(prompt, part), on_tokens)
         except asyncio.CancelledError:
             self._interrupted(self._end(stream, part), stream)  # it was stuck; another server may have it
             raise
@@ -122,7 +119,7 @@ class Asking:
         except ServerBusy as error:
             self._put_off(self._end(stream, part), replica, error.retry_after_s)
         except ServerError as error:
-            await self._broken(self._end(stream, part), stream, replica, error, sent_at)
+            await self._broken(self._end(stream, part), stream, replica, error)
         except PromptmillError as error:
             self._end(stream, part)
             self._fail(error)
@@ -130,20 +127,33 @@ class Asking:
             self._close(stream)
             await self._answered(prompt, part, replica, completion)
 
-    async def _broken(
-        self, prompt: Prompt, stream: _Stream, replica: Replica, error: ServerError, sent_at: float
-    ) -> None:
+    def _request(self, prompt: Prompt, part: Partition) -> Request:
+        return Request(
+            input_ids=[*prompt.input_ids, *prompt.partial] if prompt.partial else prompt.input_ids,
+            sampling=part.sampling,
+            max_new_tokens=prompt.max_new_tokens - len(prompt.partial),
+            sample=prompt.sample,
+            key=prompt.prompt_hash,
+            on_trial=prompt.prompt_hash in self._suspects,
+            messages=prompt.messages,
+            tools=prompt.row.tools,
+        )
+
+    async def _broken(self, prompt: Prompt, stream: _Stream, replica: Replica, error: ServerError) -> None:
         """Whose fault it was: of a server that died, of one that fails everybody, or of this prompt."""
+        broke_at = time.monotonic()
+        replica.breaks.broke(broke_at, len(replica.tasks))
         try:
             died = await replica.turns_out_dead()
-            prompts_fault = not died and await replica.answers_others(sent_at)
+            prompts_fault = not died and await replica.answers_others(stream.sent_at)
         except asyncio.CancelledError:
             self._interrupted(prompt, stream)
             raise
         if died:
             self._interrupted(prompt, stream)
         elif prompts_fault:
-            await self._failed_try(prompt, replica, error)
+            excused = prompt.excused < MAX_EXCUSED and replica.breaks.together(broke_at)
+            await self._failed_try(prompt, replica, error, excused)
         else:
             self._put_off(prompt, replica)
 
@@ -188,6 +198,7 @@ class Asking:
 
     async def give_up(self, prompt: Prompt, why: str, replica: Replica) -> None:
         """Record it as failed."""
+        self.last_failure = why
         await self._record(prompt, self._recorder.failed(prompt, why, replica.server.name))
 
     def _interrupted(self, prompt: Prompt, stream: _Stream) -> None:
@@ -206,6 +217,7 @@ class Asking:
         if not await self._record(prompt, answer):
             return
         replica.answers += 1
+        replica.checkup.answered(prompt.prompt_hash, prompt.partition, answer.status == "answered")
         self._meter.retractions += completion.retractions
         self._picker.finished(prompt.partition, answer.completion_tokens)
         self._sizes.finished(answer.prompt_tokens, answer.completion_tokens)
@@ -229,16 +241,16 @@ class Asking:
         else:
             self._picker.put_ahead(prompt)
 
-    async def _failed_try(self, prompt: Prompt, replica: Replica, error: ServerError) -> None:
-        """What is not the server's death counts against the prompt, up to MAX_TRIES."""
+    async def _failed_try(self, prompt: Prompt, replica: Replica, error: ServerError, excused: bool) -> None:
+        """What is not the server's death counts against the prompt, up to MAX_TRIES, unless it is excused."""
         self._suspects.cleared(prompt.prompt_hash)
-        again = prompt.after_failed_try()
+        again = prompt.after_failed_try(excused)
         if again.tries >= MAX_TRIES:
             await self.give_up(prompt, str(error), replica)
             return
         self._changed()  # a suspect's place is free
         try:
-            await asyncio.sleep(RETRY_AFTER_S[prompt.tries])
+            await asyncio.sleep(RETRY_AFTER_S[min(prompt.tries + prompt.excused, 1)])
         finally:  # also where its server is lost meanwhile
             self._picker.put_ahead(again)
 
@@ -256,5 +268,5 @@ class Asking:
         self._suspects.cleared(prompt.prompt_hash)
         self.answers += 1
         turns_left = 0 if goes_on(answer.status) else len(prompt.row.turns) - prompt.turn - 1
-        self._meter.answered(answer.partition, turns_left)
+        self._meter.ended(answer.partition, answer.status == "failed", turns_left)
         return True

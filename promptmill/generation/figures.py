@@ -20,6 +20,10 @@ class Counter:
     done: int
     in_flight: int = 0
     tokens: int = 0
+    ended: int = 0
+    """In this run, failures included."""
+    failed: int = 0
+    """Of these."""
 
     @property
     def left(self) -> int:
@@ -50,10 +54,12 @@ class Meter:
         self.counters[partition].tokens += tokens
         self.forecast.produced(partition, tokens, context_tokens)
 
-    def answered(self, partition: str, turns_left: int) -> None:
-        """An answer came; `turns_left` more that were expected of its conversation will not."""
+    def ended(self, partition: str, failed: bool, turns_left: int) -> None:
+        """A prompt has its record; `turns_left` more that were expected of its conversation will not come."""
         counter = self.counters[partition]
         counter.done += 1
+        counter.failed += failed
+        counter.ended += 1
         counter.total -= turns_left
         self._answers_here += 1
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from promptmill.chat import ChatRenderer
 from promptmill.generation.figures import Counter
 from promptmill.generation.prompts import PromptMaker
-from promptmill.generation.resume import kept_tokens
+from promptmill.generation.resume import is_resumable, kept_tokens
 from promptmill.settings import Profile, SamplingSettings
 from promptmill.store.store import Store
 from promptmill.types import Manifest, Tally
@@ -22,6 +22,8 @@ class Partition:
     manifest: Manifest
     maker: PromptMaker
     sampling: SamplingSettings
+    resumable: bool
+    """Whether an answer can go on from the tokens of a broken stream."""
     kept: Callable[[Sequence[int]], list[int]]
     """Output ids of a broken stream that the next request goes on from."""
     length_class: str
@@ -46,13 +48,18 @@ def make_partition(
     settings = profile.partition(manifest.partition)
     sampling = profile.sampling_for(settings)
 
+    resumable = is_resumable(sampling) and profile.server.api != "chat"
+
     def kept(ids: Sequence[int]) -> list[int]:
+        if not resumable:
+            return []
         return kept_tokens(ids, sampling, manifest.max_new_tokens, renderer.end_ids)
 
     return Partition(
         manifest=manifest,
         maker=PromptMaker(store, manifest, renderer, retry_failed, kept),
         sampling=sampling,
+        resumable=resumable,
         kept=kept,
         length_class=settings.length_class,
         cap=profile.classes[settings.length_class].max_in_flight,

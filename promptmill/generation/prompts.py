@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from promptmill.chat import ChatRenderer, as_message
 from promptmill.errors import PromptRejected
 from promptmill.generation.order import family_of, in_families
+from promptmill.generation.texts import split_texts
 from promptmill.model import Model
 from promptmill.prompts.manifest import Keys, read_keys, read_prompts
 from promptmill.release.quality import judge
 from promptmill.store.progress import Progress
 from promptmill.store.store import Store, goes_on, next_pending
-from promptmill.types import Answer, Completion, Manifest, Prompt, PromptRow
+from promptmill.types import NO_IDS, Answer, Completion, Manifest, Prompt, PromptRow, Texts
 
 
 class PromptMaker:
@@ -101,6 +102,7 @@ class PromptMaker:
             turn=turn,
             messages=messages,
             tries=0,
+            excused=0,
             partial=[],
         )
 
@@ -132,6 +134,8 @@ class Recorder:
 
     def answered(self, prompt: Prompt, completion: Completion, server: str, kv_dtype: str) -> Answer:
         """`completion` is the whole answer, the tokens of earlier requests included."""
+        if texts := completion.texts:
+            return self._without_ids(prompt, completion, texts, server)
         split = self._renderer.split(prompt.input_ids, completion.output_ids)
         status, flags = judge(completion, split, prompt.max_new_tokens)
         return self._record(
@@ -147,6 +151,23 @@ class Recorder:
             resumed_tokens=len(prompt.partial),
             kv_dtype=kv_dtype,
         )
+
+    def _without_ids(self, prompt: Prompt, completion: Completion, texts: Texts, server: str) -> Answer:
+        opened, cut = self._renderer.is_opened(prompt.input_ids), completion.finish_reason == "length"
+        split = split_texts(texts, cut, opened, self._renderer.markers)
+        status, flags = judge(completion, split, prompt.max_new_tokens)
+        record = self._record(
+            prompt,
+            server,
+            status=status,
+            output_ids=[],
+            finish_reason=completion.finish_reason,
+            flags=[*flags, NO_IDS],
+            reasoning=split.reasoning,
+            content=split.content,
+            reasoning_tokens=split.reasoning_tokens,
+        )
+        return replace(record, prompt_ids=[], completion_tokens=texts.tokens)
 
     def failed(self, prompt: Prompt, reason: str, server: str) -> Answer:
         sayable = reason.encode("utf-8", "replace").decode()  # a server's words may hold lone surrogates

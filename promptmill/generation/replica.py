@@ -8,12 +8,14 @@ from contextlib import suppress
 
 from promptmill.errors import ServerError
 from promptmill.events import Serving
+from promptmill.generation.breaks import Breaks
+from promptmill.generation.checkup import CheckUp
 from promptmill.generation.window import START, RequestSizes, Window
-from promptmill.serving.client import Client, ConnectionRefused, Load
+from promptmill.serving.client import Client, ConnectionRefused, Load, Request
 from promptmill.serving.facts import Facts
 from promptmill.serving.liveness import Limits, Liveness, Loss
 from promptmill.serving.server import Server
-from promptmill.settings import SamplingSettings, ServerSettings
+from promptmill.settings import ServerSettings
 
 CANARY_S = 60.0
 _WATCH_S = 0.2
@@ -21,7 +23,6 @@ _BUSY_PAUSE_S = 1.0
 _DEATH_CONFIRMED_S = 3.0
 _STREAMS_END_S = 1.0
 _SAMPLE_S = 5.0
-_GREEDY = SamplingSettings(temperature=0.0)
 
 
 class Replica:
@@ -33,13 +34,14 @@ class Replica:
         client: Client,
         facts: Facts,
         settings: ServerSettings,
-        canary_ids: list[int],
+        canary: Request,
         sizes: RequestSizes,
+        checkup: CheckUp,
     ) -> None:
         self.server = server
         self.client = client
-        self._canary_ids = canary_ids
-        self._canary = asyncio.Lock()
+        self._canary = canary
+        self._asks_canary = asyncio.Lock()
         self._token_at = self._sick_at = 0.0
         limit = min((n for n in (settings.max_in_flight, facts.slots) if n), default=None)
         self._fixed = (limit or START) if settings.engine != "sglang" else 0
@@ -54,6 +56,8 @@ class Replica:
         """Requests in flight."""
         self.lost_in_flight = 0
         """How many there were when it was lost."""
+        self.breaks = Breaks()
+        self.checkup = checkup
         self._poll_s = settings.poll_interval_s
         limits = Limits(settings.inactivity_timeout_s, settings.collapse_timeout_s)
         self._liveness = Liveness(limits, time.monotonic())
@@ -75,7 +79,8 @@ class Replica:
     @property
     def is_open(self) -> bool:
         """Whether it takes requests at all, for now."""
-        return not self.paused and not self._gone.is_set() and not self._liveness.refusing
+        held_up = self.paused or self.checkup.holds_up
+        return not held_up and not self._gone.is_set() and not self._liveness.refusing
 
     @property
     def paused(self) -> bool:
@@ -114,12 +119,12 @@ class Replica:
 
         Where it does not, a failure is the server's and no prompt is to pay for it.
         """
-        async with self._canary:
+        async with self._asks_canary:
             if self._token_at < since and self._sick_at < since:
                 try:
                     async with asyncio.timeout(CANARY_S):
-                        await self.client.complete(self._canary_ids, _GREEDY, 1, 0, key="canary")
-                    self._token_at = time.monotonic()
+                        await self.client.complete(self._canary)
+                    self.saw_tokens(1)
                 except (ServerError, TimeoutError):
                     self._sick_at = time.monotonic()
             return self._token_at >= max(since, self._sick_at)
@@ -139,7 +144,7 @@ class Replica:
 
     async def watch(self) -> Loss | None:
         """Returns why it was lost, or None where `close` was called first. No request is left then."""
-        poll = asyncio.create_task(self._poll())
+        poll, checkups = asyncio.create_task(self._poll()), asyncio.create_task(self.checkup.run())
         loss = None
         while loss is None and not self._gone.is_set():
             await _wait_for(self._gone, _WATCH_S)
@@ -147,13 +152,14 @@ class Replica:
         closed = self._gone.is_set()
         self._gone.set()
         poll.cancel()
+        checkups.cancel()
         tasks = list(self.tasks)
         self.lost_in_flight = len(tasks)
         if tasks and not closed:  # streams of a dead server end by themselves; those of a stuck one do not
             await asyncio.wait(tasks, timeout=_STREAMS_END_S)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(poll, *tasks, return_exceptions=True)
+        await asyncio.gather(poll, checkups, *tasks, return_exceptions=True)
         await self.client.close()
         return None if closed else loss
 
@@ -184,6 +190,8 @@ class Replica:
             self._window.sample(self._answered_at, load.running, load.queued or 0, len(self.tasks))
 
     def _loss(self) -> Loss | None:
+        if self.checkup.sick:
+            return Loss("sick", self.checkup.sick)
         process = self.server.process
         if process is not None and not process.alive:
             return Loss("", f"the process ended with status {process.exit_status}")

@@ -2,7 +2,8 @@
 
 A prompt hash covers the input ids, the sampling parameters without `max_new_tokens`, the weights' identity,
 the sample and a schema version. It does not cover where the weights lie, addresses, concurrency, server
-flags, the order or number of rows, row ids, or the template as such: only what the template rendered.
+flags, the order or number of rows, row ids, or the template as such: only what the template rendered. For a
+server that takes no ids, messages, tools and template arguments stand in their place.
 """
 
 from __future__ import annotations
@@ -46,9 +47,23 @@ class PromptHasher:
 
     def __call__(self, input_ids: Sequence[int], sample: int) -> str:
         """The hash of a first turn: 64 hexadecimal digits."""
+        return self._of(array("I", input_ids).tobytes(), sample)
+
+    def of_messages(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+        sample: int,
+    ) -> str:
+        """The hash of a first turn whose ids only its server knows."""
+        asked = json.dumps([list(messages), tools, template_kwargs], sort_keys=True)
+        return self._of(b"messages\0" + asked.encode(), sample)
+
+    def _of(self, asked: bytes, sample: int) -> str:
         digest = self._common.copy()
         digest.update(sample.to_bytes(4, "little"))
-        digest.update(array("I", input_ids).tobytes())
+        digest.update(asked)
         return digest.hexdigest()
 
     def chain(self, first: str, later_turns: Sequence[Sequence[Message]]) -> list[str]:

@@ -29,7 +29,7 @@ from promptmill.model import Model
 from promptmill.prompts import formats, sources
 from promptmill.prompts.hashing import SCHEMA_VERSION, Digests, PromptHasher, RunningDigest, digests
 from promptmill.settings import PartitionSettings, Profile
-from promptmill.types import Manifest, PromptRow, Reject
+from promptmill.types import Conversation, Manifest, PromptRow, Reject
 
 _BATCH = 1000
 _AT_A_TIME = 100
@@ -69,6 +69,7 @@ class Preparation:
             "model_revision": self.model.revision,
             "chat": self.renderer.fingerprint(),
             **{f"sampling.{name}": value for name, value in sampling.items() if value is not None},
+            **({"server.api": "chat"} if self.profile.server.api == "chat" else {}),
         }
 
     def key(self) -> str:
@@ -80,6 +81,7 @@ class Preparation:
             "partition": self.partition.model_dump(mode="json", exclude={"weight"}),
             "model": [self.model.name, self.model.revision],
             "renderer": self.renderer.fingerprint(),
+            "api": self.profile.server.api,
             "sampling": self.profile.sampling_for(self.partition).model_dump(mode="json"),
             "max_new_tokens": self.profile.max_new_tokens(self.partition),
             "context_tokens": self.context_tokens,
@@ -303,6 +305,7 @@ class _RowReader:
         self._renderer = preparation.renderer
         sampling = profile.sampling_for(part)
         self._samples = range(sampling.samples)
+        self._chat = profile.chat.template_kwargs if profile.server.api == "chat" else None
         self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
@@ -313,10 +316,15 @@ class _RowReader:
         ids = self._renderer.render(conversation.turns[0], conversation.tools)
         self._check_length(len(ids))
         later = conversation.turns[1:]
-        hashes = [self._hash.chain(self._hash(ids, sample), later) for sample in self._samples]
+        hashes = [self._hash.chain(self._first(conversation, ids, sample), later) for sample in self._samples]
         return PromptRow(
             index, conversation.id, conversation.location, conversation.turns, conversation.tools, ids, hashes
         )
+
+    def _first(self, conversation: Conversation, ids: list[int], sample: int) -> str:
+        if self._chat is None:
+            return self._hash(ids, sample)
+        return self._hash.of_messages(conversation.turns[0], conversation.tools, self._chat, sample)
 
     def _check_length(self, tokens: int) -> None:
         if self._context is not None and tokens + self._cap > self._context:

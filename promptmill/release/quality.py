@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from promptmill.chat import Split
 from promptmill.types import Completion, Status
 
@@ -18,12 +20,17 @@ def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[St
     """
     flags = list(split.flags)
     stopped = completion.finish_reason == "stop"
-    if is_repetitive(completion.output_ids[:-1] if stopped else completion.output_ids):
+    if texts := completion.texts:
+        tokens, repetitive = texts.tokens, is_repetitive(f"{texts.reasoning} {texts.content}".split())
+    else:
+        ids = completion.output_ids
+        tokens, repetitive = len(ids), is_repetitive(ids[:-1] if stopped else ids)
+    if repetitive:
         flags.append("repetition")
     if "\ufffd" in split.content or "\ufffd" in split.reasoning:
         flags.append("cut_character")
     if completion.finish_reason == "length":
-        if len(completion.output_ids) < max_new_tokens:
+        if tokens < max_new_tokens:
             flags.append("clipped")
         return "truncated", flags
     if not split.content:
@@ -31,8 +38,8 @@ def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[St
     return ("flagged" if flags else "answered"), flags
 
 
-def is_repetitive(ids: list[int]) -> bool:
-    """Whether the answer ends in a loop: its last REPETITION_WINDOW ids, REPETITION_TIMES over."""
+def is_repetitive(ids: Sequence[int] | Sequence[str]) -> bool:
+    """Whether the answer ends in a loop: its last REPETITION_WINDOW ids (or words), REPETITION_TIMES over."""
     for period in range(1, REPETITION_WINDOW + 1):
         length = max(period * REPETITION_TIMES, REPETITION_WINDOW)
         if len(ids) < length or ids[-1] != ids[-1 - period]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from promptmill.chat import as_message
 from promptmill.store.store import goes_on
-from promptmill.types import Answer, Message, PromptRow
+from promptmill.types import NO_IDS, Answer, Message, PromptRow
 
 _COMMON = [
     ("id", pa.string()),
@@ -116,8 +116,13 @@ def _conversation(partition: str, prompt: PromptRow, sample: int, chain: list[An
 
 
 def _turns(partition: str, prompt: PromptRow, sample: int, chain: list[Answer]) -> Iterator[Row]:
-    """Every generated turn, truncated and flagged ones included: they are valid targets for a drafter."""
+    """Every generated turn, truncated and flagged ones included: they are valid targets for a drafter.
+
+    Answers without ids have none to train on.
+    """
     for answer in chain:
+        if NO_IDS in answer.flags:
+            continue
         common = _common(partition, prompt, sample, answer)
         if len(prompt.turns) > 1:
             common["id"] += f"#turn{answer.turn}"

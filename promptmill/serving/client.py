@@ -7,13 +7,13 @@ not an error. Foreign exceptions end in the clients and become ours, statuses by
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from promptmill.errors import ConfigError, PromptRejected, ServerBusy, ServerError
 from promptmill.settings import SamplingSettings
-from promptmill.types import Completion
+from promptmill.types import Completion, Message
 
 OnTokens = Callable[[list[int]], None]
 _ROW_FAULTS = {400, 413, 422}
@@ -47,19 +47,28 @@ class Load:
     """The server's own time of this sample; one that stands still comes from a scheduler that does."""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a server is asked for: the answer to these ids."""
+
+    input_ids: list[int]
+    sampling: SamplingSettings
+    max_new_tokens: int
+    sample: int = 0
+    key: str = ""
+    """Names the prompt to the server."""
+    on_trial: bool = False
+    """Whoever asks waits for its first token: it is streamed, whatever the settings say."""
+    messages: Sequence[Message] = ()
+    """What the ids were rendered from, for servers that take no ids."""
+    tools: list[dict[str, Any]] | None = None
+
+
 class Client(Protocol):
     """Of one server. Used in one event loop."""
 
-    async def complete(
-        self,
-        input_ids: list[int],
-        sampling: SamplingSettings,
-        max_new_tokens: int,
-        sample: int,
-        on_tokens: OnTokens = ...,
-        key: str = "",
-    ) -> Completion:
-        """Ask once. `on_tokens` gets every group of new ids; `key` names the prompt to the server.
+    async def complete(self, request: Request, on_tokens: OnTokens = ...) -> Completion:
+        """Ask once. `on_tokens` gets every group of new ids.
 
         Raises PromptRejected for a fault of the prompt, ServerBusy, ConfigError for a wrong key or path,
         ConnectionBroke, and ServerError for what else a server may answer.

@@ -53,6 +53,8 @@ def check_engine(profile: Profile) -> None:
     server = profile.server
     if server.engine == "openai" and not server.urls:
         raise ConfigError("server.engine 'openai' needs the addresses of running servers in server.urls.")
+    if server.api == "chat" and server.engine == "sglang":
+        raise ConfigError("server.api 'chat' is for engine 'openai'; SGLang is asked by token ids.")
     if server.replicas > 1:
         raise ConfigError("server.replicas: this version launches one server; give several as server.urls.")
     if server.api_key_env and server.api_key_env not in os.environ:

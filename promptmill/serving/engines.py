@@ -16,9 +16,14 @@ def make_client(
 ) -> Client:
     """To be made in the event loop that will use it."""
     if profile.server.engine != "sglang":
-        from promptmill.serving.openai_client import OpenAIClient  # the package takes two seconds to import
+        # The package openai takes two seconds to import.
+        from promptmill.serving.chat_client import ChatClient
+        from promptmill.serving.openai_client import CompletionsClient
 
-        return OpenAIClient(server.url, server.api_key, served_model_name)
+        address = server.url, server.api_key, served_model_name
+        if profile.server.api == "chat":
+            return ChatClient(*address, profile.chat.template_kwargs)
+        return CompletionsClient(*address)
     return SGLangClient(
         server.url,
         server.api_key,

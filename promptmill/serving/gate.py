@@ -12,19 +12,22 @@ from dataclasses import replace
 
 import httpx
 
+from promptmill import events
 from promptmill.chat import ChatRenderer
 from promptmill.errors import LaunchFailed, PromptmillError
 from promptmill.model import Model
 from promptmill.serving import openai_gate, sglang_gate
+from promptmill.serving.client import Request
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Server
 from promptmill.serving.start import Start
 from promptmill.settings import Profile, SamplingSettings
-from promptmill.types import Message
+from promptmill.types import Completion, Message
 
 CANARY: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
-_CANARY_TOKENS = 64
+CANARY_TOKENS = 64
+_KEY = "canary"
 _HTTP_TIMEOUT_S = 30.0  # SGLang's /health takes up to 20 s to say no
 
 
@@ -47,13 +50,20 @@ def pass_gate(
             _check_room(profile, facts, longest_request_tokens, start)
             if profile.server.engine == "sglang":
                 sglang_gate.compare_rendering(profile, http, facts.served_model_name, renderer, start)
-            else:
+            elif profile.server.api == "completions":
                 openai_gate.compare_rendering(http, CANARY, renderer, start)
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise start.refusal(f"it answered, and then not as a server does: {error!r}", False) from error
     canary = _canary(profile, server, model, renderer, facts.served_model_name, start)
     server.note_schedulers()
     return replace(facts, startup_s=round(start.elapsed_s, 2), canary=canary)
+
+
+def canary(renderer: ChatRenderer, max_new_tokens: int, ebnf: str | None = None) -> Request:
+    """A harmless question, answered greedily."""
+    sampling = SamplingSettings(temperature=0.0, ebnf=ebnf)
+    ids = renderer.render(CANARY, None)
+    return Request(ids, sampling, max_new_tokens, key=_KEY, messages=CANARY)
 
 
 def _check_room(profile: Profile, facts: Facts, longest: int, start: Start) -> None:
@@ -86,24 +96,19 @@ def _canary(
     profile: Profile, server: Server, model: Model, renderer: ChatRenderer, name: str, start: Start
 ) -> str:
     """One real answer by the road that every prompt will take."""
-    ids = renderer.render(CANARY, None)
+    request = canary(renderer, CANARY_TOKENS, profile.sampling.ebnf)
 
-    async def ask() -> list[int]:
+    async def ask() -> Completion:
         client = make_client(profile, server, name, model, renderer)
         try:
-            sampling = SamplingSettings(temperature=0.0, ebnf=profile.sampling.ebnf)
-            completion = await client.complete(ids, sampling, _CANARY_TOKENS, sample=0, key="canary")
+            return await client.complete(request)
         finally:
             await client.close()
-        if completion.prompt_tokens != len(ids):
-            counted = completion.prompt_tokens
-            raise start.refusal(f"it counts {counted} prompt tokens where we count {len(ids)}")
-        return completion.output_ids
 
     # A server that hangs from the first request on is not waited for as long as one that loads.
     patience_s = min(start.remaining_s(), profile.server.startup_silence_timeout_s)
     try:
-        output_ids = asyncio.run(asyncio.wait_for(ask(), patience_s))
+        completion = asyncio.run(asyncio.wait_for(ask(), patience_s))
     except TimeoutError:
         words = f"the first answer did not come within {patience_s:.0f} s"
         raise start.refusal(words, False, "no_start_progress") from None
@@ -111,6 +116,29 @@ def _canary(
         raise
     except PromptmillError as error:
         raise start.refusal(f"the first answer failed: {error}", False) from None
-    if not output_ids:
-        raise start.refusal("it returns no token ids; promptmill needs them")
-    return renderer.decode(output_ids)
+    return _answer(completion, len(request.input_ids), renderer, start)
+
+
+def _answer(completion: Completion, prompt_tokens: int, renderer: ChatRenderer, start: Start) -> str:
+    """The text of the first answer. Raises LaunchFailed where it is none."""
+    words = f"it counts {completion.prompt_tokens} prompt tokens where we count {prompt_tokens}"
+    if texts := completion.texts:
+        if completion.prompt_tokens not in (prompt_tokens, -1):
+            events.tell(events.Notice(f"{words}: its chat template is not the one that we know"))
+        if not texts.reasoning and not texts.content:
+            raise start.refusal("its first answer has neither content nor reasoning")
+        return text_of(completion, renderer)
+    if completion.prompt_tokens != prompt_tokens:
+        raise start.refusal(words)
+    if not completion.output_ids:
+        raise start.refusal(
+            'it returns no token ids. If it cannot, ask it for chat completions: server.api = "chat"'
+        )
+    return text_of(completion, renderer)
+
+
+def text_of(completion: Completion, renderer: ChatRenderer) -> str:
+    """Reasoning and answer, as one text."""
+    if texts := completion.texts:
+        return f"{texts.reasoning}\n{texts.content}".strip()
+    return renderer.decode(completion.output_ids)

@@ -1,21 +1,35 @@
-"""The client of OpenAI-compatible servers that take and give ids on /v1/completions: llama.cpp, vLLM."""
+"""OpenAI-compatible servers by the package openai; here those that take and give ids: llama.cpp, vLLM."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import openai
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
 from promptmill.errors import ServerError
-from promptmill.serving.client import ConnectionBroke, ConnectionRefused, Load, OnTokens, status_error
+from promptmill.serving.client import (
+    ConnectionBroke,
+    ConnectionRefused,
+    Load,
+    OnTokens,
+    Request,
+    status_error,
+)
 from promptmill.settings import SamplingSettings
 from promptmill.types import Completion
 
 _TIMEOUT = openai.Timeout(None, connect=10.0)
 _LOAD_TIMEOUT_S = 5.0
+_WANT_IDS = {
+    "return_tokens": True,  # llama.cpp: each chunk's ids, with verbose, under __verbose.tokens
+    "verbose": True,
+    "return_token_ids": True,  # vLLM: each chunk's ids under choices[0].token_ids
+}
 
 # openai 2.8 stands on httpx and later ones on httpx2; a stream that breaks may raise theirs, unwrapped.
 _httpx_client = next(c for c in DefaultAioHttpClient.__mro__ if c.__name__ == "AsyncClient")
@@ -23,7 +37,7 @@ _httpx: Any = importlib.import_module(_httpx_client.__module__.partition(".")[0]
 
 
 class OpenAIClient:
-    """An OpenAI-compatible server that takes and gives ids on /v1/completions, such as llama.cpp or vLLM."""
+    """What both kinds have in common: the connection, its errors, and the sampling."""
 
     def __init__(self, url: str, api_key: str, served_model_name: str) -> None:
         self._model = served_model_name
@@ -48,27 +62,28 @@ class OpenAIClient:
     async def close(self) -> None:
         await self._client.close()
 
-    async def complete(
-        self,
-        input_ids: list[int],
-        sampling: SamplingSettings,
-        max_new_tokens: int,
-        sample: int,
-        on_tokens: OnTokens = lambda ids: None,
-        key: str = "",
-    ) -> Completion:
+    def _common(self, request: Request) -> dict[str, Any]:
+        """Arguments of either call."""
+        return {
+            "model": self._model,
+            "max_tokens": request.max_new_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_sampling_arguments(request.sampling, request.sample),
+        }
+
+
+class CompletionsClient(OpenAIClient):
+    """Ids in, ids out."""
+
+    async def complete(self, request: Request, on_tokens: OnTokens = lambda ids: None) -> Completion:
         output_ids: list[int] = []
         finish_reason = ""
         prompt_tokens = -1
-        try:
-            stream: Any = await self._client.completions.create(
-                model=self._model,
-                prompt=input_ids,
-                max_tokens=max_new_tokens,
-                stream=True,
-                stream_options={"include_usage": True},
-                **_sampling_arguments(sampling, sample),
-            )
+        with translated_errors():
+            arguments = self._common(request)
+            arguments["extra_body"] |= _WANT_IDS
+            stream: Any = await self._client.completions.create(prompt=request.input_ids, **arguments)
             async for chunk in stream:
                 new = _chunk_ids(chunk)
                 if new:
@@ -78,32 +93,40 @@ class OpenAIClient:
                     finish_reason = chunk.choices[0].finish_reason
                 if chunk.usage is not None:
                     prompt_tokens = chunk.usage.prompt_tokens
-        except openai.APIStatusError as error:
-            raise _translate_status(error) from error
-        except (openai.APIConnectionError, _httpx.TransportError) as error:
-            raise _broke(error) from error
-        except json.JSONDecodeError as error:
-            raise ConnectionBroke(f"the stream broke off inside an event: {error}") from error
-        except openai.APIError as error:
-            raise ServerError(f"the server failed: {error.message}") from error
-        if finish_reason not in ("stop", "length"):
-            raise ConnectionBroke(f"the answer ended without a finish reason ({finish_reason or 'none'})")
+        check_finish(finish_reason)
         return Completion(output_ids, finish_reason, prompt_tokens)
 
 
+def check_finish(reason: str) -> None:
+    """Raises ConnectionBroke for an answer that is none."""
+    if reason not in ("stop", "length"):
+        raise ConnectionBroke(f"the answer ended without a finish reason ({reason or 'none'})")
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Errors of the package and of what it stands on become ours."""
+    try:
+        yield
+    except openai.APIStatusError as error:
+        raise _translate_status(error) from error
+    except (openai.APIConnectionError, _httpx.TransportError) as error:
+        raise _broke(error) from error
+    except json.JSONDecodeError as error:
+        raise ConnectionBroke(f"the stream broke off inside an event: {error}") from error
+    except openai.APIError as error:
+        raise ServerError(f"the server failed: {error.message}") from error
+
+
 def _sampling_arguments(sampling: SamplingSettings, sample: int) -> dict[str, Any]:
-    """Keyword arguments of `completions.create`; what OpenAI does not define goes into the body as it is."""
+    """Keyword arguments of `create`; what OpenAI does not define goes into the body as it is."""
     arguments: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("frequency_penalty", "presence_penalty", "stop"):
         if (value := getattr(sampling, name)) is not None:
             arguments[name] = value
     if sampling.seed is not None:
         arguments["seed"] = sampling.seed + sample
-    body: dict[str, Any] = {
-        "return_tokens": True,  # llama.cpp: each chunk's ids, with verbose, under __verbose.tokens
-        "verbose": True,
-        "return_token_ids": True,  # vLLM: each chunk's ids under choices[0].token_ids
-    }
+    body: dict[str, Any] = {}
     for name in ("top_k", "min_p", "stop_token_ids"):
         if (value := getattr(sampling, name)) is not None:
             body[name] = value

@@ -15,7 +15,14 @@ import aiohttp
 import orjson
 
 from promptmill.errors import PromptRejected, ServerBusy, ServerError
-from promptmill.serving.client import ConnectionBroke, ConnectionRefused, Load, OnTokens, status_error
+from promptmill.serving.client import (
+    ConnectionBroke,
+    ConnectionRefused,
+    Load,
+    OnTokens,
+    Request,
+    status_error,
+)
 from promptmill.settings import SamplingSettings
 from promptmill.types import Completion
 
@@ -59,23 +66,15 @@ class SGLangClient:
             trust_env=False,  # a proxy has no business between us and our server
         )
 
-    async def complete(
-        self,
-        input_ids: list[int],
-        sampling: SamplingSettings,
-        max_new_tokens: int,
-        sample: int,
-        on_tokens: OnTokens = lambda ids: None,
-        key: str = "",
-    ) -> Completion:
-        self._check(input_ids)
+    async def complete(self, request: Request, on_tokens: OnTokens = lambda ids: None) -> Completion:
+        self._check(request.input_ids)
         # The server aborts by prefix, so all request ids have one width.
-        rid = f"{key[:_RID_HASH]:0<{_RID_HASH}}-{next(self._numbers) % (1 << 32):08x}"
+        rid = f"{request.key[:_RID_HASH]:0<{_RID_HASH}}-{next(self._numbers) % (1 << 32):08x}"
         body = {
             "rid": rid,
-            "input_ids": input_ids,
-            "stream": self._stream,
-            "sampling_params": self._sampling_params(sampling, max_new_tokens, sample),
+            "input_ids": request.input_ids,
+            "stream": self._stream or request.on_trial,
+            "sampling_params": self._sampling_params(request),
         }
         answer = _Answer(on_tokens)
         try:
@@ -114,18 +113,16 @@ class SGLangClient:
             wrong = low if low < 0 else high
             raise PromptRejected("id_out_of_vocabulary", f"id {wrong} of {self._vocabulary}")
 
-    def _sampling_params(
-        self, sampling: SamplingSettings, max_new_tokens: int, sample: int
-    ) -> dict[str, Any]:
+    def _sampling_params(self, request: Request) -> dict[str, Any]:
         params: dict[str, Any] = {
-            **self._dump(sampling),
+            **self._dump(request.sampling),
             **_ASK,
-            "max_new_tokens": max_new_tokens,
+            "max_new_tokens": request.max_new_tokens,
         }
         if self._stream_interval:
             params["stream_interval"] = self._stream_interval
-        if sampling.seed is not None:
-            params["sampling_seed"] = sampling.seed + sample
+        if request.sampling.seed is not None:
+            params["sampling_seed"] = request.sampling.seed + request.sample
         return params
 
     def _dump(self, sampling: SamplingSettings) -> dict[str, Any]:
@@ -152,7 +149,7 @@ class SGLangClient:
                     raise body_error(
                         response.status, await response.read(), response.headers.get("Retry-After")
                     )
-                if not self._stream:
+                if not body["stream"]:
                     answer.take(await response.read())
                     return
                 buffer = b""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -47,6 +47,8 @@ class Store:
         self._index = Index()
         self._segment_index = SegmentIndex(self.journal_path.with_name(f"{self.journal_path.stem}-keys.npz"))
         self._failed_here: set[str] = set()
+        self.held: Callable[[], set[str]] = set
+        """Hashes of answers that may still be withdrawn: they stay in the journal."""
         self._sealing = threading.Lock()
 
     @property
@@ -167,12 +169,16 @@ class Store:
         with self._sealing:
             if self._reader.partitions().get(partition, 0) < max(1, at_least):
                 return 0
-            sealed = 0
-            while answers := _for_one_segment(self._reader.answers(partition)):
+            held, sealed = self.held(), 0
+            while answers := _for_one_segment(self._reader.answers(partition), held):
                 self._segments.write(partition, answers)
                 self._journal.forget(answers)
                 sealed += len(answers)
             return sealed
+
+    def withdraw(self, hashes: Sequence[str]) -> Future[None]:
+        """Their answers are none: they are pending again. Of answers in the journal only."""
+        return self._journal.withdraw(hashes, lambda: self._index.forget(hashes))
 
     def seal_all(self) -> int:
         return sum(self.seal(partition) for partition in self._reader.partitions())
@@ -209,9 +215,11 @@ class Store:
         self._index.learn(answer.prompt_hash, known_of(answer))
 
 
-def _for_one_segment(answers: Iterable[Answer]) -> list[Answer]:
+def _for_one_segment(answers: Iterable[Answer], held: set[str]) -> list[Answer]:
     taken, tokens = [], 0
     for answer in answers:
+        if answer.prompt_hash in held:
+            continue
         taken.append(answer)
         tokens += len(answer.prompt_ids) + len(answer.output_ids)
         if len(taken) >= _SEAL_ROWS or tokens >= _SEAL_TOKENS:

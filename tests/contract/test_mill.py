@@ -17,21 +17,25 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from promptmill.errors import PromptmillError, ServerDied
+from promptmill.errors import PromptmillError, ServerDied, ServerError
+from promptmill.generation.asking import MAX_EXCUSED, MAX_TRIES
+from promptmill.generation.loop import HOPELESS
 from promptmill.generation.mill import Finished, Lost, Mill
 from promptmill.model import Model
 from promptmill.profile import load_profile
 from promptmill.prompts.manifest import Preparation, prepare, read_keys
 from promptmill.serving.facts import Facts
+from promptmill.serving.gate import CANARY
+from promptmill.serving.liveness import Loss
 from promptmill.serving.server import Server
-from promptmill.store.journal import Piece
+from promptmill.store.journal import JournalReader, Piece
 from promptmill.store.store import Store
 from promptmill.types import Answer, Manifest, Tally
 from tests.helpers_store import cut, until
 
 WAIT_S = 20.0
 Script = Callable[[int, list[int]], "str | int"]
-"""(times that this prompt was asked before, its ids) → what to do: "ok", "cut", "hang" or a status."""
+"""(times that this prompt was asked before, its ids) → "ok", "sick", "cut", "hang" or a status."""
 PROFILE = """
 model = "tiny"
 [server]
@@ -56,9 +60,16 @@ class Letters:
     """Renders a conversation as the code points of its text: enough of a ChatRenderer for the mill."""
 
     end_ids = frozenset[int]()
+    markers = ("", "")
+
+    def is_opened(self, prompt_ids: object) -> bool:
+        return False
 
     def render(self, messages: list[dict[str, Any]], tools: object) -> list[int]:
         return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
     def split(self, prompt_ids: object, output_ids: list[int]) -> Any:
         from promptmill.chat import Split
@@ -81,7 +92,9 @@ class Rogue:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        ids = (await request.json())["prompt"]
+        body = await request.json()
+        chat = "messages" in body
+        ids = Letters().render(body["messages"], None) if chat else body["prompt"]
         text = "".join(map(chr, ids))
         goes_on = text.endswith("O")
         text = text.removesuffix("O")
@@ -99,7 +112,11 @@ class Rogue:
                 return response
             if token == 107 and order == "hang":
                 await self.over.wait()
-            choice = {"index": 0, "text": chr(token), "finish_reason": reason, "token_ids": [token]}
+            token = 33 if order == "sick" else token
+            choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+            choice |= (
+                {"delta": {"content": chr(token)}} if chat else {"text": chr(token), "token_ids": [token]}
+            )
             await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -113,6 +130,7 @@ def serving(server: Rogue) -> Iterator[Rogue]:
     async def serve() -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", server.complete)
+        app.router.add_post("/v1/chat/completions", server.complete)
         runner = web.AppRunner(app, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -147,8 +165,8 @@ class Bench:
     manifests: dict[str, Manifest]
     closed: bool = False
 
-    def attach(self, rogue: Rogue, slots: int = 4) -> None:
-        facts = Facts("tiny", slots=slots)
+    def attach(self, rogue: Rogue, slots: int = 4, canary: str = "") -> None:
+        facts = Facts("tiny", slots=slots, canary=canary)
         self.mill.attach(Server("rogue", rogue.url, ""), facts)
 
     def close(self) -> None:
@@ -283,12 +301,77 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     assert rogue.went_on["ux"] == rogue.went_on["uy"] == 2
 
 
-def test_tries_are_counted_however_many_requests_break_at_once(make: Make, rogue: Rogue, fast: None) -> None:
+QUESTION = "u" + CANARY[0]["content"]
+
+
+def test_answers_of_a_sick_server_are_asked_again(make: Make, rogue: Rogue) -> None:
+    """It answers, with status 200 and garbage: what it gave since its last good check-up is none."""
+    rogue.script = lambda times, ids: "ok" if ids[1] == ord("x") else "sick"
+    bench = make(["x1", "y1", "y2"], [["x3", "next"]])
+    bench.attach(rogue, canary="Ok")
+    results = bench.generate()
+    lost = bench.mill.wait(WAIT_S)
+    assert isinstance(lost, Lost)
+    assert lost.loss == Loss("sick", "it answers '!!' where it answered 'Ok'")
+    assert lost.answers == 0
+    assert all(isinstance(result, ServerDied) for result in results.values())
+    assert rogue.asked[QUESTION] == 2
+    assert bench.answers("A") == bench.answers("B") == []
+    with serving(Rogue()) as healthy:
+        bench.attach(healthy, canary="Ok")
+        results = bench.generate()
+        assert counts(results["A"]) == {"rows": 3, "answered": 3}
+        assert counts(results["B"]) == {"rows": 1, "answered": 1}
+        assert healthy.asked[QUESTION] >= 1
+    assert {a.content for a in [*bench.answers("A"), *bench.answers("B")]} == {"Ok"}
+
+
+def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) -> None:
+    bench = make(["x1", "x2"], ["x3"])
+    bench.attach(rogue, canary="Ok")
+    bench.generate()
+    assert JournalReader(bench.store.journal_path).partitions() == {}
+    assert rogue.asked[QUESTION] >= 1
+
+
+def test_chat_answers_have_no_ids_and_start_over(make: Make, rogue: Rogue, fast: None) -> None:
+    rogue.script = lambda times, ids: "cut" if times == 0 and ids == [*map(ord, "ux")] else "ok"
+    bench = make([["x", "next"]], ["y"], ["server.api=chat"])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert counts(results["A"]) == counts(results["B"]) == {"rows": 1, "answered": 1}
+    assert {text: rogue.asked[text] for text in ("ux", "uxaOkunext", "uy")} == {
+        "ux": 2,
+        "uxaOkunext": 1,
+        "uy": 1,
+    }
+    assert not any(rogue.went_on.values())
+    for answer in [*bench.answers("A"), *bench.answers("B")]:
+        assert (answer.content, answer.flags, answer.completion_tokens) == ("Ok", ["no_ids"], 2)
+        assert answer.prompt_ids == answer.output_ids == []
+        assert (answer.prompt_tokens > 0, answer.resumed_tokens) == (True, 0)
+
+
+def test_tries_are_bounded_however_many_requests_break_at_once(make: Make, rogue: Rogue, fast: None) -> None:
     rogue.script = lambda times, ids: "cut" if ids[1] == ord("x") else "ok"
-    bench = make([f"x{n}" for n in range(60)], ["z"])
+    bench = make([f"x{n}" for n in range(40)], ["z"])
     bench.attach(rogue, slots=60)
-    assert counts(bench.generate()["A"]) == {"rows": 60, "failed": 60}
-    assert {times for text, times in rogue.asked.items() if text.startswith("ux")} == {3}
+    assert counts(bench.generate()["A"]) == {"rows": 40, "failed": 40}
+    tries = {times for text, times in rogue.asked.items() if text.startswith("ux")}
+    assert tries <= set(range(MAX_TRIES, MAX_TRIES + MAX_EXCUSED + 1))
+
+
+def test_partition_whose_prompts_all_fail_is_given_up_and_the_other_goes_on(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: 400 if ids[1] == ord("x") else "ok"
+    bench = make([f"x{n}" for n in range(HOPELESS + 20)], [f"z{n}" for n in range(HOPELESS + 20)])
+    bench.attach(rogue)
+    results = bench.generate()
+    assert isinstance(results["A"], ServerError)
+    assert "prompts all failed, the last one with: refused_by_server: 400: said 400" in str(results["A"])
+    assert "--retry-failed" in str(results["A"])
+    assert sum(rogue.asked[f"ux{n}"] for n in range(HOPELESS + 20)) < HOPELESS + 10
+    assert counts(results["B"]) == {"rows": HOPELESS + 20, "answered": HOPELESS + 20}
+    assert isinstance(bench.mill.wait(WAIT_S), Finished)
 
 
 def test_mill_waits_between_the_tries_of_a_prompt(
@@ -495,3 +578,4 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptmill.generation.replica._DEATH_CONFIRMED_S", 0.05)
     monkeypatch.setattr("promptmill.generation.replica._BUSY_PAUSE_S", 0.05)
     monkeypatch.setattr("promptmill.generation.asking.RETRY_AFTER_S", (0.05, 0.05))
+    monkeypatch.setattr("promptmill.generation.breaks.TOGETHER_S", 0.02)

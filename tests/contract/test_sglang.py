@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from promptmill.errors import ConfigError, LaunchFailed, PromptRejected, ServerBusy
-from promptmill.serving.client import ConnectionBroke
+from promptmill.serving.client import ConnectionBroke, Request
 from promptmill.serving.engines import make_client
 from promptmill.serving.liveness import Loss
 from promptmill.serving.logs import read_log
@@ -179,7 +179,7 @@ def test_generate_streams_what_the_unstreamed_call_returns(live: Running) -> Non
     groups: list[list[int]] = []
 
     async def work(client: SGLangClient) -> Any:
-        return await client.complete(ids, GREEDY, 70, 0, groups.append, "ab" * 32)
+        return await client.complete(Request(ids, GREEDY, 70, key="ab" * 32), groups.append)
 
     streamed = ask(live, work)
     plain = generate(live, ids, max_new_tokens=70).json()
@@ -198,8 +198,8 @@ def test_answer_goes_on_from_its_own_tokens(kept: int, live: Running) -> None:
     ids = live.ids("What is the capital of France?")
 
     async def work(client: SGLangClient) -> tuple[list[int], list[int]]:
-        whole = (await client.complete(ids, GREEDY, 64, 0)).output_ids
-        rest = (await client.complete([*ids, *whole[:kept]], GREEDY, 64 - kept, 0)).output_ids
+        whole = (await client.complete(Request(ids, GREEDY, 64))).output_ids
+        rest = (await client.complete(Request([*ids, *whole[:kept]], GREEDY, 64 - kept))).output_ids
         return whole, [*whole[:kept], *rest]
 
     whole, joined = ask(live, work)
@@ -209,14 +209,16 @@ def test_answer_goes_on_from_its_own_tokens(kept: int, live: Running) -> None:
 def test_whole_answer_is_the_streamed_one_and_comes_in_one_group(live: Running) -> None:
     ids = live.ids("What is the capital of France?")
     groups: list[list[int]] = []
+    on_trial: list[list[int]] = []
 
     async def work(streaming: SGLangClient) -> Any:
         whole = SGLangClient(live.server.url, live.server.api_key, 49152, 32, WAIT_S, stream=False)
         try:
-            answers = [await client.complete(ids, GREEDY, 70, 0) for client in (streaming, whole)]
-            await whole.complete(ids, GREEDY, 70, 0, groups.append)
+            answers = [await client.complete(Request(ids, GREEDY, 70)) for client in (streaming, whole)]
+            await whole.complete(Request(ids, GREEDY, 70), groups.append)
+            await whole.complete(Request(ids, GREEDY, 70, on_trial=True), on_trial.append)
             with pytest.raises(PromptRejected, match="longer than the model's context length"):
-                await whole.complete([7] * 3000, GREEDY, 4, 0)
+                await whole.complete(Request([7] * 3000, GREEDY, 4))
         finally:
             await whole.close()
         return answers
@@ -224,11 +226,13 @@ def test_whole_answer_is_the_streamed_one_and_comes_in_one_group(live: Running) 
     streamed, answer = ask(live, work)
     assert answer == streamed
     assert groups == [answer.output_ids]
+    assert len(on_trial[0]) == 1, "whoever tries a suspect waits for its first token alone"
+    assert [token for group in on_trial for token in group] == answer.output_ids
 
 
 def test_cut_at_the_cap_is_a_length(live: Running) -> None:
     async def work(client: SGLangClient) -> Any:
-        return await client.complete(live.ids("Count to one hundred."), GREEDY, 5, 0)
+        return await client.complete(Request(live.ids("Count to one hundred."), GREEDY, 5))
 
     completion = ask(live, work)
     assert completion.finish_reason == "length"
@@ -245,7 +249,7 @@ def test_answer_near_the_contexts_end_is_clipped_by_the_server(live: Running) ->
 @pytest.mark.parametrize("bad", [-1, 49152, 10**6])
 def test_id_that_would_kill_the_server_is_refused_before_it_is_sent(live: Running, bad: int) -> None:
     async def work(client: SGLangClient) -> Any:
-        return await client.complete([1, bad, 2], GREEDY, 4, 0)
+        return await client.complete(Request([1, bad, 2], GREEDY, 4))
 
     with pytest.raises(PromptRejected, match="id_out_of_vocabulary"):
         ask(live, work)
@@ -258,7 +262,7 @@ def test_id_that_would_kill_the_server_is_refused_before_it_is_sent(live: Runnin
 )
 def test_too_long_is_the_rows_fault(live: Running, ids: list[int], max_new_tokens: int, words: str) -> None:
     async def work(client: SGLangClient) -> Any:
-        return await client.complete(ids, GREEDY, max_new_tokens, 0)
+        return await client.complete(Request(ids, GREEDY, max_new_tokens))
 
     with pytest.raises(PromptRejected, match=words):
         ask(live, work)
@@ -294,7 +298,9 @@ def test_duplicate_request_id_is_not_the_rows_fault(live: Running) -> None:
 def test_abort_returns_what_there_is_and_is_no_answer(live: Running) -> None:
     async def work(client: SGLangClient) -> Any:
         first = asyncio.Event()
-        request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1500, 0, lambda ids: first.set()))
+        request = asyncio.create_task(
+            client.complete(Request([1, 2, 300], GREEDY, 1500), lambda ids: first.set())
+        )
         await first.wait()
         await asyncio.to_thread(abort_all, live)
         await request
@@ -323,7 +329,9 @@ def test_abort_is_by_prefix_of_a_request_that_is_known(live: Running) -> None:
 def test_request_that_is_given_up_is_aborted_on_the_server(live: Running) -> None:
     async def work(client: SGLangClient) -> None:
         first = asyncio.Event()
-        request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1500, 0, lambda ids: first.set()))
+        request = asyncio.create_task(
+            client.complete(Request([1, 2, 300], GREEDY, 1500), lambda ids: first.set())
+        )
         await first.wait()
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
@@ -400,7 +408,7 @@ def test_dead_scheduler_is_seen_and_its_open_stream_goes_on(engine: Engine, tmp_
                 if len(kept) > live.profile.server.stream_interval:
                     first.set()
 
-            request = asyncio.create_task(client.complete([1, 2, 300], GREEDY, 1900, 0, take))
+            request = asyncio.create_task(client.complete(Request([1, 2, 300], GREEDY, 1900), take))
             await first.wait()
             await asyncio.to_thread(kill)
             while not live.server.scheduler_lost():
@@ -419,8 +427,8 @@ def test_dead_scheduler_is_seen_and_its_open_stream_goes_on(engine: Engine, tmp_
         live.server = again
 
         async def go_on(client: SGLangClient) -> tuple[list[int], list[int]]:
-            whole = (await client.complete([1, 2, 300], GREEDY, len(kept) + 30, 0)).output_ids
-            return whole, (await client.complete([1, 2, 300, *kept], GREEDY, 30, 0)).output_ids
+            whole = (await client.complete(Request([1, 2, 300], GREEDY, len(kept) + 30))).output_ids
+            return whole, (await client.complete(Request([1, 2, 300, *kept], GREEDY, 30))).output_ids
 
         whole, rest = ask(live, go_on)
         assert [*kept, *rest] == whole

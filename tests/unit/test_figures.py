@@ -28,7 +28,7 @@ def test_meter_counts_answers_and_what_was_saved() -> None:
     meter.sent("a", 10, 0)
     meter.sent("a", 10, 5)
     meter.received("a", 8, 15)
-    meter.answered("a", turns_left=0)
+    meter.ended("a", failed=False, turns_left=0)
     figures = meter.figures(now=4.0, gpus=2)
     assert (figures.tokens_per_s, figures.answers_per_s) == (2.0, 0.25)
     assert (figures.resumed_tokens, figures.refilled_tokens) == (5, 15)
@@ -37,7 +37,7 @@ def test_meter_counts_answers_and_what_was_saved() -> None:
 
 def test_meter_takes_away_the_turns_that_will_not_be_asked() -> None:
     meter = Meter({"a": Counter(total=4, done=0)})
-    meter.answered("a", turns_left=3)
+    meter.ended("a", failed=False, turns_left=3)
     assert (meter.counters["a"].total, meter.counters["a"].left) == (1, 0)
 
 

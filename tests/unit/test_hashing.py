@@ -75,6 +75,20 @@ def test_hash_takes_a_whole_number_for_the_same_fraction() -> None:
     assert hash_of(temperature=1) == hash_of(temperature=1.0)
 
 
+def test_messages_stand_in_for_ids_that_only_their_server_knows() -> None:
+    hasher = PromptHasher(MODEL, "r", SamplingSettings())
+    said, tools = [user("hi")], [{"type": "function", "function": {"name": "f"}}]
+    hashes = [
+        hasher.of_messages(said, None, {}, 0),
+        hasher.of_messages(said, None, {}, 1),
+        hasher.of_messages([user("ho")], None, {}, 0),
+        hasher.of_messages(said, tools, {}, 0),
+        hasher.of_messages(said, None, {"thinking": False}, 0),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert hasher.of_messages([{"content": "hi", "role": "user"}], None, {}, 0) == hashes[0]
+
+
 def test_later_turns_hash_their_history() -> None:
     one, other = chain([[user("b")], [user("c")]]), chain([[user("B")], [user("c")]])
     assert one[0] == other[0] == "f"

@@ -51,6 +51,13 @@ def test_turns_keep_what_conversations_leave_out(status: str) -> None:
     assert rows("conversations", make_row(), answer) == []
 
 
+def test_answers_without_ids_are_conversations_and_no_turns() -> None:
+    answer = make_answer(prompt_ids=[], output_ids=[], flags=["no_ids"])
+    assert rows("turns", make_row(), answer) == []
+    (row,) = rows("conversations", make_row(), answer)
+    assert row["flags"] == ["no_ids"]
+
+
 def test_failed_and_missing_answers_are_in_no_view() -> None:
     for view in SCHEMAS:
         assert rows(view, make_row(), make_answer(status="failed", output_ids=[])) == []
