@@ -35,7 +35,11 @@ WORST_FIRST: tuple[Status, ...] = (
 
 
 NO_IDS = "no_ids"
-"""The flag of an answer whose server gave no token ids. It says nothing against it."""
+"""The flag of an answer whose server gave no token ids."""
+LEFT_FOR_CALL = "left_for_tool_call"
+"""Reasoning ended at a tool call, as some models do, without its closing marker."""
+HARMLESS = frozenset([NO_IDS, LEFT_FOR_CALL])
+"""Flags that say nothing against an answer."""
 
 
 @dataclass(frozen=True, slots=True)
