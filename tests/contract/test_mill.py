@@ -79,6 +79,9 @@ class Letters:
     def fingerprint(self) -> str:
         return "letters"
 
+    def control_tokens(self) -> list[str]:
+        return []
+
 
 @dataclass
 class Rogue:
