@@ -13,7 +13,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -362,6 +370,10 @@ class Profile(BaseSettings):
     def _policies_of_all(cls, data: Any) -> Any:
         """Each partition's policies are the profile's and its own; what has another shape is told later."""
         shared, parts = data.get("policies"), data.get("partitions")
+        try:
+            PolicySettings.model_validate(shared)
+        except ValidationError:  # it is told once, of the profile's own
+            return data
         if not isinstance(shared, Mapping):
             return data
         if isinstance(parts, Mapping):

@@ -164,8 +164,9 @@ def test_policies_of_a_partition_are_those_of_all_and_its_own() -> None:
 
 @pytest.mark.parametrize("wrong", [{"nul": "maybe"}, {"unknown": 1}, "reject"])
 def test_policies_of_another_shape_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError) as caught:
         make_profile(policies=wrong)
+    assert caught.value.error_count() == 1, "told once, and not for each partition"
     with pytest.raises(ValidationError):
         make_profile(policies={"nul": "keep"}, partitions=[{"name": "A", "source": "a", "policies": wrong}])
 
