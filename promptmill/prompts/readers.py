@@ -73,7 +73,7 @@ def _read_parquet(file: File, stream: IO[bytes]) -> Iterator[RawRow | Reject]:
                 for data in _objects(batch):
                     n += 1
                     yield RawRow(f"{file}:{n}", data)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are no UTF-8
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's, not Parquet's
         first = next(iter(str(error).splitlines()), type(error).__name__)

@@ -29,8 +29,7 @@ class RowReader:
         self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
-        markers = (profile.chat.reasoning_open, profile.chat.reasoning_close)
-        self._control = ControlTokens(preparation.renderer.control_tokens(), markers)
+        self._control = ControlTokens(self._renderer.control_tokens(), self._renderer.marker_texts)
         self._asked: set[bytes] = set()
 
     def choose(self, raw: RawRow) -> formats.Choice:

@@ -92,5 +92,5 @@ def test_answer_that_was_cut_for_want_of_room_says_so(renderer: ChatRenderer) ->
     for cap, flags in ((None, []), (3, ["shrunk"])):
         row = make_row(max_new_tokens=cap)
         prompt = Prompt("h0", "P", [1], 0, 0, 3, row, row.turns[0])
-        completion = Completion([5, 6, 7], "length", 1)
+        completion = Completion([500, 600, 700], "length", 1)
         assert recorder.answered(prompt, completion, "life", "auto").flags == flags

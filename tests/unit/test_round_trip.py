@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from promptmill.chat import ChatRenderer
 from promptmill.prompts.manifest import prepare, read_prompts, read_rejects
 from promptmill.release.shards import Shards
-from promptmill.release.views import SCHEMAS, rows_of
+from promptmill.release.views import SCHEMAS, Asked, rows_of
 from promptmill.store.store import Store
 from promptmill.types import Answer, Manifest, PromptRow
 from tests.helpers_store import answer
@@ -127,9 +127,10 @@ def folder() -> Iterator[Path]:
 
 def released(path: Path, manifest: Manifest, answers: dict[str, Answer]) -> list[Row]:
     """The rows of `conversations`, from the file."""
+    asked = Asked(manifest.partition, "last_turn", "renderer", lambda *_: None)
     with Shards(path / "data", manifest.partition, SCHEMAS["conversations"], 10_000_000) as shards:
         for prompt in read_prompts(manifest):
-            shards.add(rows_of("conversations", manifest.partition, prompt, answers))
+            shards.add(rows_of("conversations", asked, prompt, answers))
         files = shards.finish(always=True)
     return [row for file, _ in files for row in pq.read_table(file).to_pylist()]
 
