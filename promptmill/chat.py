@@ -96,10 +96,6 @@ class ChatRenderer:
         """Text with its special tokens, to be looked at."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def control_tokens(self) -> list[str]:
-        """The tokens that the tokenizer has added to its vocabulary, flagged as special or not."""
-        return list(self._tokenizer.get_added_vocab())
-
     def shows_reasoning(self, messages: Sequence[Message], prompt_ids: Sequence[int]) -> str | None:
         """How much of its earlier reasoning a prompt shows: `all`, `some`, `none`; None: there is none."""
         thoughts = [str(m["reasoning_content"]).strip() for m in messages if m.get("reasoning_content")]
@@ -109,6 +105,10 @@ class ChatRenderer:
         said = "\n".join(str(message.get("content")) for message in messages)
         shown = sum(text.count(thought) > said.count(thought) for thought in thoughts)
         return "none" if not shown else "all" if shown == len(thoughts) else "some"
+
+    def control_tokens(self) -> list[str]:
+        """The tokens that the tokenizer has added to its vocabulary, flagged as special or not."""
+        return list(self._tokenizer.get_added_vocab())
 
     def fingerprint(self) -> str:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""

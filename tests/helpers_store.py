@@ -96,14 +96,14 @@ class StubRenderer:
     def fingerprint(self) -> str:
         return "stub"
 
-    def control_tokens(self) -> list[str]:
-        return []
-
     def describe(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint()}
 
     def shows_reasoning(self, messages: object, prompt_ids: object) -> None:
         return None
+
+    def control_tokens(self) -> list[str]:
+        return []
 
 
 def make_manifest(folder: Path, rows: Sequence[Any], **sections: Any) -> Manifest:

@@ -29,7 +29,8 @@ class RowReader:
         self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
-        self._control = ControlTokens(self._renderer.control_tokens(), self._renderer.marker_texts)
+        renderer = preparation.renderer
+        self._control = ControlTokens(renderer.control_tokens(), renderer.marker_texts)
         self._asked: set[bytes] = set()
 
     def choose(self, raw: RawRow) -> formats.Choice:

@@ -261,6 +261,9 @@ def test_s3_store_names_a_segment_that_is_torn(url: str, tmp_path: Path) -> None
         store.refresh()
 
 
+RENDERER: Any = StubRenderer()
+
+
 def test_s3_prompts_are_read_as_they_lie(url: str, tmp_path: Path) -> None:
     lines = b'{"id": "a1", "prompt": "one"}\n{"id": "a2", "prompt": "two"}\n'
     pq.write_table(pa.table({"id": ["b1"], "prompt": ["three"]}), tmp_path / "b.parquet")
@@ -297,9 +300,6 @@ def test_s3_prompts_that_cannot_be_read_are_a_config_error(url: str, monkeypatch
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         list_files(f"{url}/a.jsonl")
     assert SECRET not in str(caught.value)
-
-
-RENDERER: Any = StubRenderer()
 
 
 def load(address: str, cache: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 from promptmill.chat import ChatRenderer
 from promptmill.generation.prompts import PromptMaker, Recorder
 from promptmill.prompts.manifest import Preparation, prepare
+from promptmill.reflag import rejudged
 from promptmill.store.store import Store
 from promptmill.types import Completion, Manifest, Prompt
 from tests.helpers_store import MODEL, StubRenderer, answer, cut, keys_of, make_profile
@@ -93,4 +94,6 @@ def test_answer_that_was_cut_for_want_of_room_says_so(renderer: ChatRenderer) ->
         row = make_row(max_new_tokens=cap)
         prompt = Prompt("h0", "P", [1], 0, 0, 3, row, row.turns[0])
         completion = Completion([500, 600, 700], "length", 1)
-        assert recorder.answered(prompt, completion, "life", "auto").flags == flags
+        record = recorder.answered(prompt, completion, "life", "auto")
+        assert record.flags == flags
+        assert rejudged(record, renderer).flags == flags
