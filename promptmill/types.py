@@ -34,6 +34,8 @@ WORST_FIRST: tuple[Status, ...] = (
 """A row with several answers (samples, turns) is as its worst one."""
 
 
+SHRUNK = "shrunk"
+"""A flag: the answer ended at a cap that was lowered to what the context has room for."""
 NO_IDS = "no_ids"
 """The flag of an answer whose server gave no token ids."""
 LEFT_FOR_CALL = "left_for_tool_call"
