@@ -215,6 +215,9 @@ class Asking:
         if prompt.partial:
             completion = replace(completion, output_ids=[*prompt.partial, *completion.output_ids])
         answer = self._recorder.answered(prompt, completion, replica.server.name, replica.kv_dtype)
+        if answer.status == "empty" and part.varies and prompt.tries + 1 < MAX_TRIES:
+            self.start_over(prompt.after_failed_try(excused=False))
+            return
         if not await self._record(prompt, answer):
             return
         replica.answers += 1

@@ -24,6 +24,8 @@ class Partition:
     sampling: SamplingSettings
     resumable: bool
     """Whether an answer can go on from the tokens of a broken stream."""
+    varies: bool
+    """Whether a prompt that is asked again may get another answer."""
     kept: Callable[[Sequence[int]], list[int]]
     """Output ids of a broken stream that the next request goes on from."""
     length_class: str
@@ -60,6 +62,7 @@ def make_partition(
         maker=PromptMaker(store, manifest, renderer, retry_failed, kept),
         sampling=sampling,
         resumable=resumable,
+        varies=sampling.temperature > 0 and sampling.seed is None,
         kept=kept,
         length_class=settings.length_class,
         cap=profile.classes[settings.length_class].max_in_flight,

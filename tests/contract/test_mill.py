@@ -35,7 +35,7 @@ from tests.helpers_store import cut, until
 
 WAIT_S = 20.0
 Script = Callable[[int, list[int]], "str | int"]
-"""(times that this prompt was asked before, its ids) → "ok", "sick", "cut", "hang" or a status."""
+"""(times that this prompt was asked before, its ids) → "ok", "empty", "sick", "cut", "hang" or a status."""
 PROFILE = """
 model = "tiny"
 [server]
@@ -77,7 +77,7 @@ class Letters:
     def split(self, prompt_ids: object, output_ids: list[int]) -> Any:
         from promptmill.splitting import Split
 
-        return Split("", "".join(map(chr, output_ids)), 0, [])
+        return Split("", "".join(map(chr, output_ids)).strip(), 0, [])
 
     def fingerprint(self) -> str:
         return "letters"
@@ -115,6 +115,7 @@ class Rogue:
                 return response
             if token == 107 and order == "hang":
                 await self.over.wait()
+            token = 32 if order == "empty" else token
             token = 33 if order == "sick" else token
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
             choice |= (
@@ -335,6 +336,18 @@ def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) 
     bench.generate()
     assert JournalReader(bench.store.journal_path).partitions() == {}
     assert rogue.asked[QUESTION] >= 1
+
+
+@pytest.mark.parametrize(("temperature", "times"), [(1.0, 3), (0.0, 1)])
+def test_empty_answer_is_asked_again_where_another_may_come(
+    temperature: float, times: int, make: Make, rogue: Rogue
+) -> None:
+    rogue.script = lambda asked, ids: "empty" if ids[1] == ord("x") or asked < 2 else "ok"
+    bench = make(["x", "y"], ["z"], [f"sampling.temperature={temperature}"])
+    bench.attach(rogue)
+    answered = {"answered": 1, "empty": 1} if temperature else {"empty": 2}
+    assert counts(bench.generate()["A"]) == {"rows": 2, **answered}
+    assert (rogue.asked["ux"], rogue.asked["uy"]) == (times, times)
 
 
 def test_chat_answers_have_no_ids_and_start_over(make: Make, rogue: Rogue, fast: None) -> None:

@@ -139,3 +139,30 @@ def test_version_is_the_same_everywhere() -> None:
 
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["version"] == __version__
+
+
+def test_cache_keys_are_texts_of_our_own() -> None:
+    """Never Prefect's own policies on live objects; and results are kept whatever its settings say."""
+    from tasks.generation import generate_partition
+    from tasks.prompts import prepare_partition
+
+    for cached in (prepare_partition, generate_partition):
+        assert cached.cache_key_fn is not None
+        assert cached.persist_result is True
+        assert cached.result_serializer == "json"
+        with pytest.raises((KeyError, AttributeError)):  # a key that cannot be made is no weaker one
+            cached.cache_key_fn(None, {"run": object(), "manifest": object(), "partition": "A"})  # type: ignore[arg-type]
+
+
+def test_cases_name_tests_that_exist() -> None:
+    table = (ROOT / "tests/CASES.md").read_text("utf-8")
+    named = re.findall(r"`([a-z_]+/test_[a-z0-9_]+\.py)::(test_[a-z0-9_]+)`", table)
+    rows = re.findall(r"^\| ([A-Z]\d\d) ", table, re.MULTILINE)
+    assert len(rows) == len(set(rows)) >= 55
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if f"def {name}(" not in (ROOT / "tests" / path).read_text("utf-8")
+    ]
+    assert not missing
+    assert len(named) >= len(rows)

@@ -54,13 +54,19 @@ def served(place: Place) -> Iterator[httpx.Client]:
                 process.wait(timeout=60)
 
 
-def run_deployment(place: Place, api: httpx.Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+NO_TIME_TO_START = ["server.startup_timeout_s=0.01", "server.max_relaunches=0"]
+
+
+def run_deployment(
+    place: Place, api: httpx.Client, overrides: list[str] | None = None, status: int = 0
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run on-demand to its end; the flow run and its task runs."""
     done = place.run(
-        "prefect", "deployment", "run", "regenerate/on-demand", "-p", "profile=small.toml", "--watch"
-    )
+        "prefect", "deployment", "run", "regenerate/on-demand", "--watch",
+        "-p", "profile=small.toml", "-p", f"overrides={json.dumps(overrides or [])}",
+    )  # fmt: skip
     logs = (place.folder / "worker.log").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert done.returncode == status, done.stdout + done.stderr + logs
     started = {"flow_runs": {"start_time": {"is_null_": False}}}  # the nightly schedule has runs to come
     flow_runs = api.post("/flow_runs/filter", json={**started, "sort": "START_TIME_DESC", "limit": 1}).json()
     wanted = {"flow_runs": {"id": {"any_": [flow_runs[0]["id"]]}}}
@@ -70,6 +76,10 @@ def run_deployment(place: Place, api: httpx.Client) -> tuple[dict[str, Any], lis
 def test_deployment_runs_and_the_second_time_is_cached_without_a_server(small: Place) -> None:
     shutil.copy(ROOT / "prefect.yaml", small.folder)
     with served(small) as api:
+        flow_run, tasks = run_deployment(small, api, NO_TIME_TO_START, status=1)
+        assert flow_run["state_name"] == "Failed"
+        assert {t["state_name"] for t in tasks if t["name"].startswith("generate")} == {"Failed"}
+
         flow_run, tasks = run_deployment(small, api)
         assert flow_run["state_name"] == "Completed"
         kinds = Counter(task["name"].split("-")[0].split(" ")[0] for task in tasks)
@@ -80,7 +90,9 @@ def test_deployment_runs_and_the_second_time_is_cached_without_a_server(small: P
             "generate": 2,
             "publish_dataset": 1,
         }
-        assert {task["state_name"] for task in tasks} == {"Completed"}
+        states = {task["name"].split(" ")[0]: task["state_name"] for task in tasks}
+        assert states.pop("prepare") == "Cached"
+        assert set(states.values()) == {"Completed"}, "a failure is not served as a result"
 
         artifacts = sorted(api.post("/artifacts/filter", json={}).json(), key=lambda a: a["created"])
         by_key = {artifact["key"]: artifact for artifact in artifacts}  # the latest of each

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from promptmill.errors import ConfigError, PromptRejected, ServerBusy, ServerError
-from promptmill.serving.sglang_client import body_error
+from promptmill.serving.openai_client import CompletionsClient
+from promptmill.serving.sglang_client import SGLangClient, body_error
 
 CONTEXT = "The input (85050 tokens) is longer than the model's context length (32768 tokens)."
 TOTAL = (
@@ -65,3 +67,22 @@ def test_internal_error_is_the_servers() -> None:
     error = body_error(500, b"Internal Server Error")
     assert type(error) is ServerError
     assert "Internal Server Error" in str(error)
+
+
+def test_no_client_has_a_total_time_limit() -> None:
+    """With one of ten minutes, long answers at full load are cut and asked again for ever."""
+
+    async def limits() -> None:
+        sglang = SGLangClient("http://127.0.0.1:9", "", 100, 32, 600.0)
+        completions = CompletionsClient("http://127.0.0.1:9", "", "m")
+        try:
+            assert sglang._session.timeout.total is None
+            assert sglang._session.timeout.sock_read is None
+            limit = completions._client.timeout
+            assert (limit.read, limit.write, limit.pool) == (None, None, None)
+            assert completions._client.max_retries == 0, "retries have one owner"
+        finally:
+            await sglang.close()
+            await completions.close()
+
+    asyncio.run(limits())
