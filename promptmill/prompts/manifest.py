@@ -23,15 +23,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from promptmill.chat import ChatRenderer
-from promptmill.errors import ConfigError, PromptRejected
 from promptmill.files import written_whole
 from promptmill.model import Model
-from promptmill.prompts import formats, sources
-from promptmill.prompts.hashing import SCHEMA_VERSION, Digests, PromptHasher, RunningDigest, digests
+from promptmill.prompts import sources
+from promptmill.prompts.hashing import SCHEMA_VERSION, Digests, RunningDigest, digests
+from promptmill.prompts.rows import RowReader
 from promptmill.settings import PartitionSettings, Profile
-from promptmill.types import Conversation, Manifest, PromptRow, Reject
+from promptmill.types import Manifest, PromptRow, Reject
 
 _BATCH = 1000
+_BATCH_TOKENS = 500_000
+"""Of ids as Python keeps them, 36 bytes each, before they are written."""
 _AT_A_TIME = 100
 _ROWS_OF_KEYS = 10_000
 _EXAMPLES = 3
@@ -260,77 +262,24 @@ class _Summary:
 
 def _write(preparation: Preparation, summary: _Summary, prompts_file: Any, rejects_file: Any) -> str:
     """Stream the source into the two files; returns the format that was used."""
-    part = preparation.partition
-    fmt: str = part.format
-    rows = sources.read_rows(sources.list_files(part.source))
-    reader = _RowReader(preparation)
+    rows = sources.read_rows(sources.list_files(preparation.partition.source))
+    reader = RowReader(preparation)
     batch: list[PromptRow] = []
+    tokens = 0
     with pq.ParquetWriter(prompts_file, _SCHEMA, compression="zstd") as writer:
-        for index, raw in enumerate(islice(rows, preparation.limit)):
-            result: PromptRow | Reject
-            if isinstance(raw, Reject):
-                result = raw
-            else:
-                try:
-                    fmt = _choose(raw, part) if fmt == "auto" else fmt
-                    result = reader.read(index, raw, fmt)
-                except PromptRejected as error:
-                    result = Reject(raw.location, error.reason, error.detail)
+        for result in reader.read(islice(rows, preparation.limit)):
             if isinstance(result, Reject):
                 summary.reject(result)
                 rejects_file.write(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE))
                 continue
             summary.add(result)
             batch.append(result)
-            if len(batch) == _BATCH:
+            tokens += len(result.input_ids)
+            if len(batch) == _BATCH or tokens >= _BATCH_TOKENS:
                 writer.write_batch(_to_arrow(batch))
-                batch = []
+                batch, tokens = [], 0
         writer.write_batch(_to_arrow(batch))
-    return fmt
-
-
-def _choose(raw: sources.RawRow, part: PartitionSettings) -> str:
-    try:
-        return formats.choose_format(raw.data, part.columns)
-    except ConfigError as error:
-        raise ConfigError(f"partition {part.name}: {raw.location}: {error}") from None
-
-
-class _RowReader:
-    """One raw row to a prompt row."""
-
-    def __init__(self, preparation: Preparation) -> None:
-        profile, part = preparation.profile, preparation.partition
-        self._part = part
-        self._renderer = preparation.renderer
-        sampling = profile.sampling_for(part)
-        self._samples = range(sampling.samples)
-        self._chat = profile.chat.template_kwargs if profile.server.api == "chat" else None
-        self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
-        self._cap = profile.max_new_tokens(part)
-        self._context = preparation.context_tokens
-
-    def read(self, index: int, raw: sources.RawRow, fmt: str) -> PromptRow:
-        """Raises PromptRejected."""
-        conversation = formats.to_conversation(raw, fmt, self._part.columns, self._part.mode)
-        ids = self._renderer.render(conversation.turns[0], conversation.tools)
-        self._check_length(len(ids))
-        later = conversation.turns[1:]
-        hashes = [self._hash.chain(self._first(conversation, ids, sample), later) for sample in self._samples]
-        return PromptRow(
-            index, conversation.id, conversation.location, conversation.turns, conversation.tools, ids, hashes
-        )
-
-    def _first(self, conversation: Conversation, ids: list[int], sample: int) -> str:
-        if self._chat is None:
-            return self._hash(ids, sample)
-        return self._hash.of_messages(conversation.turns[0], conversation.tools, self._chat, sample)
-
-    def _check_length(self, tokens: int) -> None:
-        if self._context is not None and tokens + self._cap > self._context:
-            raise PromptRejected(
-                "too_long", f"{tokens} prompt tokens + {self._cap} to answer exceed {self._context}"
-            )
+    return reader.format
 
 
 def _dumps(value: Any) -> str:
