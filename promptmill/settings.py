@@ -73,6 +73,9 @@ class ServerSettings(Section):
     collapse_timeout_s: float = Field(default=600, gt=0)
     """A server that falls below a quarter of the throughput it had, with as many requests in flight, and
     stays there for this long, is relaunched."""
+    canary_interval_s: float = Field(default=600, ge=0)
+    """How often a server is asked again what it answered at the gate. Where its answer is quite another one,
+    twice, it is relaunched, and what it gave since its last good check-up is asked again. 0: never."""
     poll_interval_s: float = Field(default=2.0, gt=0)
     """How often a server is asked for its load."""
     stop_grace_s: float = Field(default=30, ge=0)

@@ -217,6 +217,7 @@ class Asking:
         if not await self._record(prompt, answer):
             return
         replica.answers += 1
+        replica.checkup.answered(prompt.prompt_hash, prompt.partition, answer.status == "answered")
         self._meter.retractions += completion.retractions
         self._picker.finished(prompt.partition, answer.completion_tokens)
         self._sizes.finished(answer.prompt_tokens, answer.completion_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from promptmill import events
 from promptmill.chat import ChatRenderer
 from promptmill.errors import PromptmillError, ServerDied, ServerError, StoreError
 from promptmill.generation.asking import Asking
+from promptmill.generation.checkup import CheckUp
 from promptmill.generation.deadline import end_of_run
 from promptmill.generation.figures import Meter
 from promptmill.generation.forecast import Lengths
@@ -31,7 +33,7 @@ from promptmill.generation.window import RequestSizes
 from promptmill.model import Model
 from promptmill.serving.engines import make_client
 from promptmill.serving.facts import Facts
-from promptmill.serving.gate import canary
+from promptmill.serving.gate import CANARY_TOKENS, canary, text_of
 from promptmill.serving.liveness import NO_PROMPTS_FAULT, Loss
 from promptmill.serving.server import Lost, Server
 from promptmill.settings import Profile
@@ -92,6 +94,7 @@ class Loop:
         self._partitions = {
             m.partition: make_partition(profile, store, m, renderer, retry_failed) for m in manifests
         }
+        store.held = self._held
         self._picker = Picker(store.recall(_MEANS))
         self._sizes = RequestSizes()
         self._suspects = Suspects()
@@ -108,6 +111,7 @@ class Loop:
             self._go_on,
         )
         self._under_way: set[str] = set()
+        self._confirming: set[Replica] = set()
         self._in_class: dict[str, int] = {}
         self._closing = asyncio.Event()
         self._drain_until = 0.0
@@ -261,8 +265,15 @@ class Loop:
     async def join(self, server: Server, facts: Facts) -> None:
         name = facts.served_model_name
         client = make_client(self._profile, server, name, self._model, self._renderer)
-        harmless = canary(self._renderer, max_new_tokens=1)
-        replica = Replica(server, client, facts, self._profile.server, harmless, self._sizes)
+        settings, renderer = self._profile.server, self._renderer
+        question = canary(renderer, CANARY_TOKENS, self._profile.sampling.ebnf)
+
+        async def ask() -> str:
+            return text_of(await client.complete(question), renderer)
+
+        checkup = CheckUp(server.name, ask, facts.canary, settings.canary_interval_s)
+        harmless = canary(renderer, max_new_tokens=1)
+        replica = Replica(server, client, facts, settings, harmless, self._sizes, checkup)
         self.replicas.append(replica)
         self._group.create_task(self._watch(replica))
         self._wake.set()
@@ -276,6 +287,8 @@ class Loop:
     async def _lose(self, replica: Replica, loss: Loss) -> None:
         events.tell(events.Died(replica.server.name, loss.text))
         await self._asking.flushed()  # whoever lists what is pending finds the tokens that were received
+        doubtful = replica.checkup.unconfirmed if loss.signature == "sick" else {}
+        await self._withdraw(doubtful)
         silent, self._asking.silent = self._asking.silent, []
         guilty = None
         if loss.signature in NO_PROMPTS_FAULT:
@@ -302,12 +315,30 @@ class Loop:
         lost = Lost(
             replica.server,
             loss,
-            replica.answers,
+            replica.answers - len(doubtful),
             replica.lost_in_flight,
             last=not self.replicas,
             quarantined=(guilty.prompt_hash,) if guilty else (),
         )
         self.outcomes.put(lost)
+
+    async def _withdraw(self, doubtful: Mapping[str, str]) -> None:
+        """Answers of a sick server, with their partitions: they are asked again."""
+        if not doubtful:
+            return
+        try:
+            await asyncio.wrap_future(self._store.withdraw(list(doubtful)))
+        except StoreError as error:
+            self.fail(error)
+            return
+        events.tell(events.Notice(f"{len(doubtful)} answers since its last good check-up are asked again"))
+        for name in set(doubtful.values()):
+            if self._partitions[name].waiter is not None:
+                self._scan(self._partitions[name])
+
+    def _held(self) -> set[str]:
+        """Answers that may yet turn out to be a sick server's."""
+        return set().union(*(list(replica.checkup.unconfirmed) for replica in list(self.replicas)))
 
     # --- partitions
 
@@ -343,12 +374,28 @@ class Loop:
                         self._scan(part)
                         self._wake.set()
                     continue
+            if not self.stopping and self._is_unconfirmed(name):
+                continue
             waiter, part.waiter, part.over = part.waiter, None, True
             self._picker.remove(name)
             self._group.create_task(self._finish(part, waiter))
         if not self._finished and all(p.over for p in self._partitions.values()):
             self._finished = True
             self.outcomes.put(Finished())
+
+    def _is_unconfirmed(self, name: str) -> bool:
+        """Whether a check-up of who answered its last prompts is still to come; it is begun."""
+        doubtful = [r for r in self.replicas if name in r.checkup.unconfirmed.values()]
+        for replica in doubtful:
+            if replica not in self._confirming and not replica.checkup.sick:
+                self._confirming.add(replica)
+                self._group.create_task(self._confirm(replica))
+        return bool(doubtful)
+
+    async def _confirm(self, replica: Replica) -> None:
+        await replica.checkup.confirm()
+        self._confirming.discard(replica)
+        self._wake.set()
 
     def _is_awaited(self, name: str) -> bool:
         """A prompt of it is between two servers: out of flight, and not with the picker either."""

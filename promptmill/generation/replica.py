@@ -9,6 +9,7 @@ from contextlib import suppress
 from promptmill.errors import ServerError
 from promptmill.events import Serving
 from promptmill.generation.breaks import Breaks
+from promptmill.generation.checkup import CheckUp
 from promptmill.generation.window import START, RequestSizes, Window
 from promptmill.serving.client import Client, ConnectionRefused, Load, Request
 from promptmill.serving.facts import Facts
@@ -35,6 +36,7 @@ class Replica:
         settings: ServerSettings,
         canary: Request,
         sizes: RequestSizes,
+        checkup: CheckUp,
     ) -> None:
         self.server = server
         self.client = client
@@ -55,6 +57,7 @@ class Replica:
         self.lost_in_flight = 0
         """How many there were when it was lost."""
         self.breaks = Breaks()
+        self.checkup = checkup
         self._poll_s = settings.poll_interval_s
         limits = Limits(settings.inactivity_timeout_s, settings.collapse_timeout_s)
         self._liveness = Liveness(limits, time.monotonic())
@@ -76,7 +79,8 @@ class Replica:
     @property
     def is_open(self) -> bool:
         """Whether it takes requests at all, for now."""
-        return not self.paused and not self._gone.is_set() and not self._liveness.refusing
+        held_up = self.paused or self.checkup.holds_up
+        return not held_up and not self._gone.is_set() and not self._liveness.refusing
 
     @property
     def paused(self) -> bool:
@@ -140,7 +144,7 @@ class Replica:
 
     async def watch(self) -> Loss | None:
         """Returns why it was lost, or None where `close` was called first. No request is left then."""
-        poll = asyncio.create_task(self._poll())
+        poll, checkups = asyncio.create_task(self._poll()), asyncio.create_task(self.checkup.run())
         loss = None
         while loss is None and not self._gone.is_set():
             await _wait_for(self._gone, _WATCH_S)
@@ -148,13 +152,14 @@ class Replica:
         closed = self._gone.is_set()
         self._gone.set()
         poll.cancel()
+        checkups.cancel()
         tasks = list(self.tasks)
         self.lost_in_flight = len(tasks)
         if tasks and not closed:  # streams of a dead server end by themselves; those of a stuck one do not
             await asyncio.wait(tasks, timeout=_STREAMS_END_S)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(poll, *tasks, return_exceptions=True)
+        await asyncio.gather(poll, checkups, *tasks, return_exceptions=True)
         await self.client.close()
         return None if closed else loss
 
@@ -185,6 +190,8 @@ class Replica:
             self._window.sample(self._answered_at, load.running, load.queued or 0, len(self.tasks))
 
     def _loss(self) -> Loss | None:
+        if self.checkup.sick:
+            return Loss("sick", self.checkup.sick)
         process = self.server.process
         if process is not None and not process.alive:
             return Loss("", f"the process ended with status {process.exit_status}")

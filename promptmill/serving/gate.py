@@ -26,7 +26,7 @@ from promptmill.settings import Profile, SamplingSettings
 from promptmill.types import Completion, Message
 
 CANARY: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
-_CANARY_TOKENS = 64
+CANARY_TOKENS = 64
 _KEY = "canary"
 _HTTP_TIMEOUT_S = 30.0  # SGLang's /health takes up to 20 s to say no
 
@@ -96,7 +96,7 @@ def _canary(
     profile: Profile, server: Server, model: Model, renderer: ChatRenderer, name: str, start: Start
 ) -> str:
     """One real answer by the road that every prompt will take."""
-    request = canary(renderer, _CANARY_TOKENS, profile.sampling.ebnf)
+    request = canary(renderer, CANARY_TOKENS, profile.sampling.ebnf)
 
     async def ask() -> Completion:
         client = make_client(profile, server, name, model, renderer)
@@ -127,11 +127,18 @@ def _answer(completion: Completion, prompt_tokens: int, renderer: ChatRenderer, 
             events.tell(events.Notice(f"{words}: its chat template is not the one that we know"))
         if not texts.reasoning and not texts.content:
             raise start.refusal("its first answer has neither content nor reasoning")
-        return texts.content or texts.reasoning
+        return text_of(completion, renderer)
     if completion.prompt_tokens != prompt_tokens:
         raise start.refusal(words)
     if not completion.output_ids:
         raise start.refusal(
             'it returns no token ids. If it cannot, ask it for chat completions: server.api = "chat"'
         )
+    return text_of(completion, renderer)
+
+
+def text_of(completion: Completion, renderer: ChatRenderer) -> str:
+    """Reasoning and answer, as one text."""
+    if texts := completion.texts:
+        return f"{texts.reasoning}\n{texts.content}".strip()
     return renderer.decode(completion.output_ids)

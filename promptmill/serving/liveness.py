@@ -29,7 +29,7 @@ class Limits:
     collapse_timeout_s: float
 
 
-NO_PROMPTS_FAULT = ("lost_requests", "collapse")
+NO_PROMPTS_FAULT = ("lost_requests", "collapse", "sick")
 """Losses that no prompt can have brought about."""
 
 

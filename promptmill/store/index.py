@@ -8,7 +8,7 @@ is enough of it to be merged.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,14 @@ class Index:
         with self._learning:
             self._merge()
             self._table = self._joined(digests, codes)
+
+    def forget(self, prompt_hashes: Iterable[str]) -> None:
+        """These have no answer."""
+        with self._learning:
+            self._merge()
+            digests, codes = self._table
+            stay = ~np.isin(digests, np.array([digest(h) for h in prompt_hashes], DIGEST))
+            self._table = digests[stay], codes[stay]
 
     def code(self, known: Known) -> int:
         """The number of a kind, given to it when it is first seen."""

@@ -181,6 +181,14 @@ class Journal:
         sql = "DELETE FROM answers WHERE prompt_hash = ? AND status = ? AND max_new_tokens = ?"
         self._submit(lambda connection: _execute_many(connection, sql, rows)).result()
 
+    def withdraw(self, prompt_hashes: Sequence[str], written: Callable[[], None]) -> Future[None]:
+        """Remove answers that turned out to be none; `written` is called when that is durable."""
+        sql = "DELETE FROM answers WHERE prompt_hash = ?"
+        future: Future[None] = Future()
+        rows = [(h,) for h in prompt_hashes]
+        self._jobs.put(Job(lambda connection: _execute_many(connection, sql, rows), future, written))
+        return future
+
     def remember(self, key: str, value: Any) -> None:
         """Keep a small fact for later runs."""
         row = (key, json.dumps(value))

@@ -6,10 +6,11 @@ import asyncio
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class Store:
         self._index = Index()
         self._segment_index = SegmentIndex(self.journal_path.with_name(f"{self.journal_path.stem}-keys.npz"))
         self._failed_here: set[str] = set()
+        self.held: Callable[[], set[str]] = set
+        """Hashes of answers that may still be withdrawn: they stay in the journal."""
         self._sealing = threading.Lock()
 
     @property
@@ -165,12 +168,20 @@ class Store:
         with self._sealing:
             if self._reader.partitions().get(partition, 0) < max(1, at_least):
                 return 0
-            sealed = 0
-            while answers := list(self._reader.answers(partition, _SEAL_ROWS)):
+            held, sealed = self.held(), 0
+            while answers := self._unheld(partition, held):
                 self._segments.write(partition, answers)
                 self._journal.forget(answers)
                 sealed += len(answers)
             return sealed
+
+    def _unheld(self, partition: str, held: set[str]) -> list[Answer]:
+        answers = self._reader.answers(partition)
+        return list(islice((a for a in answers if a.prompt_hash not in held), _SEAL_ROWS))
+
+    def withdraw(self, hashes: Sequence[str]) -> Future[None]:
+        """Their answers are none: they are pending again. Of answers in the journal only."""
+        return self._journal.withdraw(hashes, lambda: self._index.forget(hashes))
 
     def seal_all(self) -> int:
         return sum(self.seal(partition) for partition in self._reader.partitions())

@@ -25,15 +25,17 @@ from promptmill.model import Model
 from promptmill.profile import load_profile
 from promptmill.prompts.manifest import Preparation, prepare, read_keys
 from promptmill.serving.facts import Facts
+from promptmill.serving.gate import CANARY
+from promptmill.serving.liveness import Loss
 from promptmill.serving.server import Server
-from promptmill.store.journal import Piece
+from promptmill.store.journal import JournalReader, Piece
 from promptmill.store.store import Store
 from promptmill.types import Answer, Manifest, Tally
 from tests.helpers_store import cut, until
 
 WAIT_S = 20.0
 Script = Callable[[int, list[int]], "str | int"]
-"""(times that this prompt was asked before, its ids) → what to do: "ok", "cut", "hang" or a status."""
+"""(times that this prompt was asked before, its ids) → "ok", "sick", "cut", "hang" or a status."""
 PROFILE = """
 model = "tiny"
 [server]
@@ -65,6 +67,9 @@ class Letters:
 
     def render(self, messages: list[dict[str, Any]], tools: object) -> list[int]:
         return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
     def split(self, prompt_ids: object, output_ids: list[int]) -> Any:
         from promptmill.chat import Split
@@ -107,6 +112,7 @@ class Rogue:
                 return response
             if token == 107 and order == "hang":
                 await self.over.wait()
+            token = 33 if order == "sick" else token
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
             choice |= (
                 {"delta": {"content": chr(token)}} if chat else {"text": chr(token), "token_ids": [token]}
@@ -159,8 +165,8 @@ class Bench:
     manifests: dict[str, Manifest]
     closed: bool = False
 
-    def attach(self, rogue: Rogue, slots: int = 4) -> None:
-        facts = Facts("tiny", slots=slots)
+    def attach(self, rogue: Rogue, slots: int = 4, canary: str = "") -> None:
+        facts = Facts("tiny", slots=slots, canary=canary)
         self.mill.attach(Server("rogue", rogue.url, ""), facts)
 
     def close(self) -> None:
@@ -293,6 +299,39 @@ def test_mill_gives_a_broken_request_three_tries_and_no_more(make: Make, rogue: 
     asked = {text: times for text, times in rogue.asked.items() if len(text) == 2}  # without the canary
     assert asked == {"ux": 3, "uy": 3, "uz": 1, "uw": 1}
     assert rogue.went_on["ux"] == rogue.went_on["uy"] == 2
+
+
+QUESTION = "u" + CANARY[0]["content"]
+
+
+def test_answers_of_a_sick_server_are_asked_again(make: Make, rogue: Rogue) -> None:
+    """It answers, with status 200 and garbage: what it gave since its last good check-up is none."""
+    rogue.script = lambda times, ids: "ok" if ids[1] == ord("x") else "sick"
+    bench = make(["x1", "y1", "y2"], [["x3", "next"]])
+    bench.attach(rogue, canary="Ok")
+    results = bench.generate()
+    lost = bench.mill.wait(WAIT_S)
+    assert isinstance(lost, Lost)
+    assert lost.loss == Loss("sick", "it answers '!!' where it answered 'Ok'")
+    assert lost.answers == 0
+    assert all(isinstance(result, ServerDied) for result in results.values())
+    assert rogue.asked[QUESTION] == 2
+    assert bench.answers("A") == bench.answers("B") == []
+    with serving(Rogue()) as healthy:
+        bench.attach(healthy, canary="Ok")
+        results = bench.generate()
+        assert counts(results["A"]) == {"rows": 3, "answered": 3}
+        assert counts(results["B"]) == {"rows": 1, "answered": 1}
+        assert healthy.asked[QUESTION] >= 1
+    assert {a.content for a in [*bench.answers("A"), *bench.answers("B")]} == {"Ok"}
+
+
+def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) -> None:
+    bench = make(["x1", "x2"], ["x3"])
+    bench.attach(rogue, canary="Ok")
+    bench.generate()
+    assert JournalReader(bench.store.journal_path).partitions() == {}
+    assert rogue.asked[QUESTION] >= 1
 
 
 def test_chat_answers_have_no_ids_and_start_over(make: Make, rogue: Rogue, fast: None) -> None:

@@ -110,5 +110,12 @@ def test_deployment_runs_and_the_second_time_is_cached_without_a_server(small: P
         assert nightly["schedules"][0]["slug"] == "nightly"
         assert nightly["schedules"][0]["schedule"]["timezone"] == "UTC"
         assert nightly["global_concurrency_limit"]["limit"] == 1
+
+        file = str(ROOT / "deployments/crashed-runs.yaml")
+        made = small.run("prefect", "automation", "create", "--from-file", file)
+        assert made.returncode == 0, made.stdout + made.stderr
+        (automation,) = api.post("/automations/filter", json={}).json()
+        assert automation["trigger"]["after"] == ["prefect.flow-run.heartbeat"]
+        assert automation["actions"][0]["state"] == "CRASHED"
         assert {d["name"] for d in deployments} == {"demo", "on-demand", "nightly"}
     assert small.wait_until_empty(15) == []

@@ -85,6 +85,17 @@ def test_index_follows_the_rule_of_what_supersedes(new: Known, old: Known, toget
     assert index.get(sha("a")) == (new if supersedes(new, old) else old)
 
 
+@pytest.mark.parametrize("merge_at", [1, 100])
+def test_index_forgets_what_is_no_answer(merge_at: int) -> None:
+    index = Index(merge_at)
+    for prompt_hash in HASHES:
+        index.learn(prompt_hash, KINDS[0])
+    index.forget([HASHES[0], HASHES[4], sha("nobody")])
+    assert [index.get(h) is None for h in HASHES] == [n in (0, 4) for n in range(len(HASHES))]
+    index.learn(HASHES[0], KINDS[2])
+    assert index.get(HASHES[0]) == KINDS[2]
+
+
 def test_index_takes_tens_of_bytes_a_prompt() -> None:
     index = Index(merge_at=1000)
     for i in range(3000):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from promptmill.generation.checkup import CheckUp
 from promptmill.generation.replica import Replica
 from promptmill.generation.window import RequestSizes
 from promptmill.serving.client import ConnectionRefused, Request
@@ -15,6 +16,7 @@ from promptmill.serving.server import Server
 from promptmill.settings import SamplingSettings, ServerSettings
 
 HARMLESS = Request([1], SamplingSettings(), 1)
+OFF = CheckUp("life-1", lambda: asyncio.sleep(0, ""), "", 0.0)
 
 
 class NobodyThere:
@@ -34,7 +36,7 @@ def test_watch_ends_although_a_stream_breaks_in_that_moment(steps: int) -> None:
 
     async def end() -> None:
         server = Server("life-1", "http://127.0.0.1:9", "")
-        replica = Replica(server, NobodyThere(), Facts("m"), ServerSettings(), HARMLESS, RequestSizes())
+        replica = Replica(server, NobodyThere(), Facts("m"), ServerSettings(), HARMLESS, RequestSizes(), OFF)
         watching = asyncio.create_task(replica.watch())
         await asyncio.sleep(0.01)
         replica.close()
