@@ -81,7 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--accept-redo", action="store_true", help="go on though many answered rows would be asked again"
     )
-    plan = add("plan", _plan, "Read, render and count the prompts; no server is started.")
+    plan = add("plan", _plan, "Read, render and count the prompts, and estimate the hours; starts no server.")
+    plan.add_argument(
+        "--kv-tokens",
+        action="append",
+        type=int,
+        default=[],
+        metavar="N",
+        help="estimate the hours on servers with so many KV tokens; several times for several sizes",
+    )
+    plan.add_argument("--mean-output", type=float, metavar="N", help="tokens of an answer, on average")
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it as well; needs matplotlib")
     for sub in (run, plan):
         sub.add_argument("--partition", action="append", default=[], metavar="NAME", help="only this one")
         sub.add_argument("--limit", type=int, metavar="N", help="rows to read of each partition")
@@ -210,36 +220,24 @@ def _quiet_flow(log: Path) -> Callable[..., Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from promptmill.planning.plan import make_plan
+    from promptmill.planning.plot import check_plot, draw
     from promptmill.profile import load_profile
-    from promptmill.prompts.manifest import make_current, prepare
     from promptmill.run import Run, RunRequest, check_request
 
     profile = load_profile(args.profile, args.overrides)
     request = RunRequest(tuple(args.partition), args.limit)
     check_request(profile, request)
-    run = Run.read(profile, request)
-    manifests = [prepare(run.preparation(name)) for name in run.partitions]
-    if not run.store.lock.holder():
-        for manifest in manifests:
-            make_current(manifest, run.store.manifests)
-    run.store.refresh()
-    tallies = {manifest.partition: run.store.tally(manifest) for manifest in manifests}
+    if args.plot:
+        check_plot(args.plot)
+    plan = make_plan(Run.read(profile, request), args.kv_tokens, args.mean_output)
     if args.json:
-        plan = {m.partition: {**m.to_json(), **tallies[m.partition].to_json()} for m in manifests}
-        print(json.dumps({"partitions": plan}, indent=1))
-        return OK
-    for manifest in manifests:
-        tally = tallies[manifest.partition]
-        print(
-            f"{manifest.partition}: {manifest.rows:,} rows ({manifest.format}), "
-            f"{manifest.prompts:,} prompts, {manifest.prompt_tokens:,} tokens, "
-            f"longest {manifest.longest_prompt:,}; {tally.pending:,} pending, "
-            f"at most {manifest.max_new_tokens:,} new tokens each"
-        )
-        for reason, n in manifest.rejected.items():
-            print(f"  {n:,} rejected: {reason}")
-        for example in manifest.examples:
-            print(f"    {example}")
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        for line in plan.lines():
+            print(line)
+    if args.plot:
+        draw(plan, args.plot)
     return OK
 
 
