@@ -51,10 +51,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/make_settings.py > docs/settings.md
 
 bench: $(VENV)/.dev
-	@for script in benchmarks/bench_*.py; do \
-	  case $$script in */bench_plan.py) size=--quick;; *) size=;; esac; \
-	  $(BIN)/python $$script $$size || exit 1; \
-	done
+	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script --quick || exit 1; done
 
 $(BIN)/python:
 	@echo "making $(VENV) (a minute or two the first time)"

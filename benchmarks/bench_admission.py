@@ -1,11 +1,12 @@
 """What the admission policy reaches on a simulated server, against what it is meant to. In virtual time.
 
-    .venv/bin/python benchmarks/bench_admission.py
+    .venv/bin/python benchmarks/bench_admission.py [--quick]
 
 Prints one JSON object, after a minute of CPU. Each figure stands beside its goal and what the study that
 set the goals reached; `server flag` is the server's --schedule-conservativeness. The goals hold for 0.3,
-which the profiles set and the study's figures were reached with; 1 is SGLang's default. A makespan is given
-over a lower bound that no policy gets below, and is the worst of the seeds; a seed shuffles the prompts.
+which the profiles set and the study's figures were reached with; 1 is SGLang's default, and --quick leaves it
+out. A makespan is given over a lower bound that no policy gets below, and is the worst of the seeds; a seed
+shuffles the prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.admission import read_workload
-from promptmill.planning.simulation import FixedPools, Outcome, Simulation, Work, lower_bound_s
+from promptmill.planning.simulation import FixedPools, Outcome, Simulation, Work, fixed_number, lower_bound_s
 
 KV_TOKENS = (116_000, 159_000, 376_000)
 SMALL, LARGE = 116_000, 376_000
@@ -54,9 +55,10 @@ class Figure:
 def main() -> None:
     started = time.process_time()
     result: dict[str, Any] = {"benchmark": "admission", "load": os.getloadavg(), "server flag": {}}
-    for flag in (PROFILE_FLAG, 1.0):
+    for flag in (PROFILE_FLAG, *([] if "--quick" in sys.argv else [1.0])):
         result["server flag"][flag] = [_json(figure) for row in ROWS for figure in row(flag)]
     result["fixed pools / bound"] = fixed_pools()
+    result["fixed 500 / this"] = fixed_500()
     result["cpu_s"] = round(time.process_time() - started)
     print(json.dumps(result, indent=1))
 
@@ -168,6 +170,30 @@ def fixed_pools() -> dict[str, dict[str, float]]:
 def _pools(prompts: int, pools: FixedPools) -> float:
     run = Simulation(works(prompts), [LARGE], pools=pools, conservativeness=1.0).run()
     return _worst(works(prompts), [LARGE], [run])
+
+
+def fixed_500() -> dict[str, dict[str, float]]:
+    """500 in flight on every server, with the flag of the profiles: its time over that of the window."""
+    places: dict[str, tuple[int, tuple[int, ...], range]] = {
+        f"{DELTA} prompts": (DELTA, (LARGE,), SEEDS),
+        f"{PROMPTS} prompts": (PROMPTS, (LARGE,), SEEDS),
+        f"{UNEVEN_PROMPTS} prompts, 4 uneven servers": (UNEVEN_PROMPTS, UNEVEN, range(1)),
+    }
+    result = {}
+    for place, (prompts, servers, seeds) in places.items():
+        by_hand, ordered = fixed_number(500, ordered=False), fixed_number(500, ordered=True)
+        hand = Simulation(works(prompts), servers, pools=by_hand).run()
+        window, number = (
+            [Simulation(works(prompts), servers, seed=seed, pools=pools).run() for seed in seeds]
+            for pools in (None, ordered)
+        )
+        ours = mean(run.makespan_s for run in window)
+        result[place] = {
+            "in input order": round(hand.makespan_s / ours, 3),
+            "in the window's order": round(mean(run.makespan_s for run in number) / ours, 3),
+            "requests queued on a server": round(mean(run.mean_queue for run in number)),
+        }
+    return result
 
 
 def _worst(works_: list[Work], servers: tuple[int, ...] | list[int], runs: list[Outcome]) -> float:

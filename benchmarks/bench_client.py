@@ -1,13 +1,14 @@
 """CPU seconds for every 1,000 answers of 300 tokens, beside a plain aiohttp loop on the same server.
 
-    .venv/bin/python benchmarks/bench_client.py [--quick]
+    .venv/bin/python benchmarks/bench_client.py [--quick] [--memory]
 
 Prints one JSON object. `ratio` is ours over the yardstick's in the same mode: both streamed, 32 tokens in an
 event, or both whole; the median of rounds in which the two take turns. Ours is mill, client and store, every
 answer split into texts and committed with fsync; sealing comes later and is told apart, and what of ours is
 making text of ids, which the yardstick gets from the server, is `split_cpu_s_per_1000`. Server, yardstick and
-ours are processes of their own. `memory` is the driver after a run of so many prompts, `imports` that of
-flows.regenerate, Prefect included.
+ours are processes of their own. `memory` is the driver's, in MB: `rss_mb` when the run begins and when the
+last prompts are in flight, before sealing, `rss_at_end_mb` behind it; --memory measures that alone. `imports`
+is that of flows.regenerate, Prefect included.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ANSWERS_PER_S = 300
 """What the server gives: below what either client can take on one core, or events would arrive in heaps."""
 QUICK = "--quick" in sys.argv
+MEMORY_ALONE = "--memory" in sys.argv
 WARM_UP = 1000
 MEASURED = 2000 if QUICK else 4000
 ROUNDS = 1 if QUICK else 3
-MEMORY = (1000, 20_000 if QUICK else 100_000)
+MEMORY = (1000, 10_000 if QUICK else 100_000)
 _IMPORTED = """
 import sys
 import flows.regenerate
@@ -44,19 +46,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = python("inputs", folder, WARM_UP + MEASURED, 512, "answers_300")
-        result = {
-            "benchmark": "client",
-            **made,
-            "modes": {
-                f"{mode}, {in_flight} in flight": compare(folder, mode, in_flight)
-                for mode in ("stream", "whole")
-                for in_flight in (150, 1000)
-            },
-            "memory": memory(folder),
-            "imports": json.loads(subprocess.check_output([sys.executable, "-c", _IMPORTED], cwd=ROOT)),
-            "load": [round(load, 2) for load in os.getloadavg()],
-        }
-    print(json.dumps(result, indent=1))
+        parts = {"memory": memory(folder)} if MEMORY_ALONE else {**made, **every_part(folder)}
+        load = [round(load, 2) for load in os.getloadavg()]
+    print(json.dumps({"benchmark": "client", **parts, "load": load}, indent=1))
+
+
+def every_part(folder: Path) -> dict[str, Any]:
+    return {
+        "modes": {
+            f"{mode}, {in_flight} in flight": compare(folder, mode, in_flight)
+            for mode in ("stream", "whole")
+            for in_flight in (150, 1000)
+        },
+        "memory": memory(folder),
+        "imports": json.loads(subprocess.check_output([sys.executable, "-c", _IMPORTED], cwd=ROOT)),
+    }
 
 
 def compare(folder: Path, mode: str, in_flight: int) -> dict[str, Any]:
@@ -84,8 +88,12 @@ def memory(folder: Path) -> dict[str, Any]:
             one = python("ours", folder, folder / f"{name}.json", url, 150, "stream", 0, out)
             say(f"memory: {one}")
             rss[f"{prompts} prompts"] = {name: one[name] for name in ("rss_mb", "rss_at_end_mb")}
-    low, high = (one["rss_mb"][1] for one in rss.values())
-    return {**rss, "growth_mb": round(high - low, 1)}
+    low, high = rss.values()
+    return {
+        **rss,
+        "growth_mb": round(high["rss_mb"][1] - low["rss_mb"][1], 1),
+        "growth_at_end_mb": round(high["rss_at_end_mb"] - low["rss_at_end_mb"], 1),
+    }
 
 
 def say(progress: str) -> None:

@@ -1,11 +1,12 @@
 """What deaths cost: of the server, of the client, and by poisoned prompts. On the simulator.
 
-    .venv/bin/python benchmarks/bench_death.py [server | client | poison]
+    .venv/bin/python benchmarks/bench_death.py [--quick] [server | client | poison]
 
 Prints one JSON object. A run of 600 prompts with 150 in flight has 20 deaths (SIGKILL) at random moments of a
 full window. `decoded_twice` is what the simulator decoded for prompts, sent or not, less what the answers
 hold. `bound_a_death` is flush interval × throughput + one stream interval a request. `refilled` are the
-tokens of prompts and kept answers that were sent again: they are prefilled, not decoded.
+tokens of prompts and kept answers that were sent again: they are prefilled, not decoded. --quick: 300 prompts
+with 4 deaths, at twice the speed, and 1 poisonous prompt among 130.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from tests.chaos.small_run import durable
 from tests.contract.play import FLAGS, write_prompts
 from tests.contract.sglang_place import Engine, sim_model
 
-DEATHS, IN_FLIGHT, PROMPTS, STREAM_INTERVAL = 20, 150, 600, 32
+QUICK = "--quick" in sys.argv
+DEATHS, IN_FLIGHT, PROMPTS, STREAM_INTERVAL = 4 if QUICK else 20, 150, 300 if QUICK else 600, 32
+POISONED, AMONG = (1, 130) if QUICK else (3, 400)
 SETTINGS = [
     "sampling.temperature=0",
     f"server.max_in_flight={IN_FLIGHT}",
@@ -43,14 +46,14 @@ SETTINGS = [
     "run.min_free_gib=0",
 ]
 PACE = {"sim-mean-output": 500, "sim-start-s": 2, "max-running-requests": IN_FLIGHT}
-SPEED, QUICK_SPEED = 4, 20
+SPEED, POISON_SPEED = 8 if QUICK else 4, 20
 SEED = 1
 WORDS = (" zebra", " winter", " table", " orange", " guitar", " silver", " planet", " engine", " bridge")
 LIMIT_S = 900.0
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["server", "client", "poison"]
+    wanted = [arg for arg in sys.argv[1:] if arg != "--quick"] or ["server", "client", "poison"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = sim_model(folder)
@@ -147,16 +150,16 @@ def tokens_per_s(trial: Trial) -> float:
 
 
 def poisoned(folder: Path, model: Path) -> dict[str, Any]:
-    """3 among 400, each of which kills the server whenever it is taken in."""
-    texts = [f"Tell me about {n}." for n in range(400)]
-    short = {"sim-speed": QUICK_SPEED, "sim-mean-output": 50}
+    """A few among many, each of which kills the server whenever it is taken in."""
+    texts = [f"Tell me about {n}." for n in range(AMONG)]
+    short = {"sim-speed": POISON_SPEED, "sim-mean-output": 50}
     healthy, place_ = folder / "healthy", folder / "poison"
     for one in (healthy, place_):
         one.mkdir()
     write_prompts(healthy, texts)
     run(trial := place(healthy, model, Plan(), **short), [])
     word, token = unheard_of(model, outputs_of(trial))
-    guilty = sorted(random.Random(SEED).sample(range(400), 3))
+    guilty = sorted(random.Random(SEED).sample(range(AMONG), POISONED))
     for n in guilty:
         texts[n] += word
     write_prompts(place_, texts)
@@ -170,7 +173,7 @@ def poisoned(folder: Path, model: Path) -> dict[str, Any]:
         "prompts": len(texts),
         "poisoned": [f"r{n}" for n in guilty],
         "deaths": trial.outcome["deaths"],
-        "deaths_a_poisoned_prompt": round(trial.outcome["deaths"] / 3, 2),
+        "deaths_a_poisoned_prompt": round(trial.outcome["deaths"] / POISONED, 2),
         "quarantined": len(failed),
         "named": [n for n in guilty if any(f"row r{n} of" in words for words in named)],
         "innocents_failed": len(failed) - len(failed & guilty_hashes),

@@ -1,11 +1,12 @@
 """How soon the end of a server is seen and the next one launched, and what is no end. On the simulator.
 
-    .venv/bin/python benchmarks/bench_detection.py
+    .venv/bin/python benchmarks/bench_detection.py [--quick]
 
 Prints one JSON object. `detected_s` is from the fault to the mill's `Lost`, in real seconds;
 `to_next_launch_s` from there until the next command has been started, diagnosis and the ending of the old
 life included. `flow` is the same through `promptmill run`, Prefect included, by the lines that it prints.
-`survived` are faults that end nothing; there the simulator runs ten times as fast as a clock.
+`survived` are faults that end nothing; there the simulator's clock is fast, and the inactivity time 100 s
+by it. --quick: every death once, with half the inactivity time.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from promptmill.run import Run, RunRequest
 from promptmill.serving.server import Lost, Server
 from tests.contract.sglang_place import Engine, sim_model
 
-INACTIVITY_S = 10.0
-TIMES = 3
+QUICK = "--quick" in sys.argv
+INACTIVITY_S = 5.0 if QUICK else 10.0
+TIMES = 1 if QUICK else 3
 SPEED = 20
+SURVIVING_SPEED = 100 / INACTIVITY_S
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ DEATHS = [
     Death("scheduler killed", "scheduler"),
     Death("scheduler killed, nobody there notices (0.5.9)", "scheduler", ("--sim-no-watchdog",)),
     Death(f"hang, inactivity time {INACTIVITY_S:g} s", "", ("--sim-fault", "freeze@running=16")),
-    Death(f"requests lost, inactivity time {INACTIVITY_S:g} s", "", ("--sim-fault", "lost@t=200")),
+    Death(f"requests lost, inactivity time {INACTIVITY_S:g} s", "", ("--sim-fault", "lost@t=100")),
 ]
 SURVIVED = {
     "70 s without a token (a compile)": "freeze:70@t=30",
@@ -107,14 +110,14 @@ def one_death(folder: Path, model: Path, death: Death) -> tuple[float, float]:
 
 def survives(folder: Path, model: Path, fault: str) -> dict[str, Any]:
     """Whether a run with such a fault ends in one life, in simulated seconds."""
-    flags = ("--sim-speed", "10", "--sim-mean-output", "2500", "--sim-fault", fault)
+    flags = ("--sim-speed", str(SURVIVING_SPEED), "--sim-mean-output", "2500", "--sim-fault", fault)
     with serving(folder / fault.partition(":")[0], model, flags, INACTIVITY_S) as (run, mill, _, ready_at):
         end = outcome(mill, 240)
         return {
             "false_deaths": len(run.servers.lives) - 1 + isinstance(end, Lost),
             "answered_all": isinstance(end, Finished) and mill.pending() == 0,
-            "simulated_s": round(10 * (time.monotonic() - ready_at)),
-            "inactivity_simulated_s": 10 * INACTIVITY_S,
+            "simulated_s": round(SURVIVING_SPEED * (time.monotonic() - ready_at)),
+            "inactivity_simulated_s": SURVIVING_SPEED * INACTIVITY_S,
         }
 
 

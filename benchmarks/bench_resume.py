@@ -1,13 +1,13 @@
 """A run that finds everything done: what the store, `status`, `run` and memory cost then.
 
-    .venv/bin/python benchmarks/bench_resume.py [--folder DIR] [--rows 88000] [--segment-rows 100]
+    .venv/bin/python benchmarks/bench_resume.py [--quick] [--folder DIR] [--rows 88000] [--segment-rows 100]
 
 Prints one JSON object. Five partitions are prepared, and every answer is written through the store's own code
 into segments of --segment-rows rows: a run seals every few minutes, so that there are hundreds of them. A
 first `promptmill run` publishes the release; what is measured comes after it. The Prefect server is started
 here. `server.command` leaves a file behind if it is ever called, and the prompts' files keep their times:
 from these is read that no server was launched and nothing rendered. --folder keeps what was made, for
-another look.
+another look. --quick: an eighth of the rows, everything measured once.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ from tests.contract.sglang_place import sim_model
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 NAMES = ("B1_glaive", "B2_opencodeinstruct", "B3_agent", "B4_deepseek", "B5_synth")
-HELD = (1_000, 88_000, 400_000)
-TIMES = 3
+QUICK = "--quick" in sys.argv
+ROWS = 11_000 if QUICK else 88_000
+HELD = (1_000, 88_000) if QUICK else (1_000, 88_000, 400_000)
+TIMES = 1 if QUICK else 3
 WORDS = ("rivers", "maps", "asks", "how", "many", "bridges", "the", "old", "town", "has", "who", "built")
 PROFILE = """
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -110,8 +112,9 @@ print(json.dumps({"rss_mb": round(after.rss / 1e6, 1), "growth_mb": round(growth
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--rows", type=int, default=88_000)
+    parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--segment-rows", type=int, default=100)
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:

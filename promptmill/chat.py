@@ -7,34 +7,43 @@ text is derived from them, and reasoning ends at the first ids of its closing ma
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import jinja2
+import orjson
 
-from promptmill.decoding import make_decoder
 from promptmill.encoding import make_encoder
 from promptmill.errors import ConfigError, PromptRejected
+from promptmill.markers import Markers, resolve
+from promptmill.model import is_own_code
 from promptmill.settings import ChatSettings
+from promptmill.splitting import Split, Splitter
+from promptmill.tool_arguments import PROBE_TOOLS, Form, form_of, with_arguments
 from promptmill.types import Answer, Message
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """An answer, taken apart. Neither text carries a marker."""
-
-    reasoning: str
-    content: str
-    reasoning_tokens: int
-    """Output ids up to and with the closing marker."""
-    flags: list[str]
+# What a template raises depends on the template: its own refusal, or a field it did not expect.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RecursionError,
+)
+UNRENDERED = ("template_error", "tools_not_rendered", "bad_tool_arguments", "id_out_of_vocabulary")
+"""Reasons of rows that the template cannot do with."""
+_REMEMBERED_TOOLS = 4096
 
 
 class ChatRenderer:
@@ -43,26 +52,25 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, settings: ChatSettings) -> None:
         """Raises ConfigError for a template that is missing and markers that do not survive a round trip."""
         self._tokenizer = tokenizer
-        self._is_blank = lru_cache(lambda ids: not self.decode_all(ids).strip())  # nearly always the same ids
+        self._settings = settings
         self._template = read_template(settings)
         self._kwargs = settings.template_kwargs
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the model has no chat template; name one in chat.template.")
-        self.open_ids = self._marker(settings.reasoning_open)
-        self.close_ids = self._marker(settings.reasoning_close)
-        self.decode = make_decoder(tokenizer)
+        self.markers: Markers = resolve(tokenizer, settings)
+        self._splitter = Splitter(tokenizer, self.markers)
+        self.decode = self._splitter.decode
         """Ids to text without special tokens."""
         self._encode = make_encoder(tokenizer)
         self.vocabulary = len(tokenizer)
         end = getattr(tokenizer, "eos_token_id", None)
         self.end_ids = frozenset() if end is None else frozenset([int(end)])
+        self._begin = getattr(tokenizer, "bos_token_id", None)
+        self._shown_tools: set[tuple[bytes, str, str]] = set()
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
         """The input ids that ask for the next answer. Raises PromptRejected, with the template's words."""
-        ids = self._apply(messages, tools)
-        if tools:
-            self._check_tools(ids, self._apply(messages, None))
-        return self._checked(ids)
+        return self._finished(messages, tools, self._ids(messages, tools))
 
     def render_many(
         self, prompts: Sequence[tuple[Sequence[Message], list[dict[str, Any]] | None]]
@@ -70,76 +78,123 @@ class ChatRenderer:
         """What `render` gives or raises for each; far quicker where the tokenizer's class allows it."""
         if self._encode is None:
             return [_or_reject(self.render, *prompt) for prompt in prompts]
-        texts = [_or_reject(self._text_with_tools, *prompt) for prompt in prompts]
+        texts = [_or_reject(self.render_text, *prompt) for prompt in prompts]
         try:
             encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
-        except (TypeError, ValueError):  # one of them cannot be encoded; which one is seen row by row
+        except _TEMPLATE_ERRORS:  # one of them cannot be encoded; which one is seen row by row
             return [_or_reject(self.render, *prompt) for prompt in prompts]
-        return [_or_reject(self._checked, next(encoded)) if isinstance(t, str) else t for t in texts]
+        return [
+            _or_reject(self._finished, *prompt, next(encoded)) if isinstance(text, str) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
 
     def render_text(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
         return str(self._call(messages, tools, tokenize=False))
 
     def split(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Split:
         """Reasoning and content of an answer to a prompt."""
-        ids = list(output_ids)
-        opened = self.is_opened(prompt_ids)
-        skip = 0
-        if self.open_ids and ids[: len(self.open_ids)] == self.open_ids:
-            opened, skip = True, len(self.open_ids)  # some models repeat the marker that opened the prompt
-        if not opened or not self.close_ids:
-            return Split("", self.decode(ids).strip(), 0, [])
-        at = _find(ids, self.close_ids)
-        if at is None:
-            return Split(self.decode(ids[skip:]).strip(), "", len(ids), ["reasoning_never_closed"])
-        after = at + len(self.close_ids)
-        content = self.decode(ids[after:]).strip()
-        return Split(self.decode(ids[skip:at]).strip(), content, after, [])
+        return self._splitter(prompt_ids, output_ids)
+
+    def is_opened(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends inside reasoning."""
+        return bool(self.markers) and self._splitter.is_opened(prompt_ids)
 
     @property
-    def markers(self) -> tuple[str, str]:
+    def marker_texts(self) -> tuple[str, str]:
         """What opens and what closes reasoning, as text; empty where there is none."""
-        return self.decode_all(self.open_ids), self.decode_all(self.close_ids)
+        return self.decode_all(self.markers.open), self.decode_all(self.markers.close)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text with its special tokens, to be looked at."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def shows_reasoning(self, messages: Sequence[Message], prompt_ids: Sequence[int]) -> str | None:
+        """How much of its earlier reasoning a prompt shows: `all`, `some`, `none`; None: there is none."""
+        thoughts = [str(m["reasoning_content"]).strip() for m in messages if m.get("reasoning_content")]
+        if not thoughts:
+            return None
+        text = self.decode(prompt_ids)
+        said = "\n".join(str(message.get("content")) for message in messages)
+        shown = sum(text.count(thought) > said.count(thought) for thought in thoughts)
+        return "none" if not shown else "all" if shown == len(thoughts) else "some"
+
     def fingerprint(self) -> str:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""
+        return self._fingerprint
+
+    def describe(self) -> dict[str, Any]:
+        """What a release says of it, beside the fingerprint."""
+        template = self._template or self._tokenizer.chat_template
+        marks = self.markers
+        return {
+            "fingerprint": self.fingerprint(),
+            "tokenizer": type(self._tokenizer).__name__,
+            "template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
+            "template_kwargs": self._kwargs,
+            "reasoning": marks.family,
+            "reasoning_ids": [list(marks.open), list(marks.close)],
+        }
+
+    @cached_property
+    def _fingerprint(self) -> str:
         template = self._template or self._tokenizer.chat_template
         probe = self._tokenizer("The 3 quick\n brown föxes 🦊", add_special_tokens=False)["input_ids"]
-        parts = (
+        parts: list[Any] = [
             type(self._tokenizer).__name__,
             self.vocabulary,
             probe,
             template,
             sorted(self._kwargs.items()),
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        ]
+        if code := _own_code(self._tokenizer):
+            parts.append(code)
+        if self._settings.open_reasoning:
+            parts.append(("open_reasoning", *self.markers.open))
+        return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:32]
 
-    def _text_with_tools(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
-        text = self.render_text(messages, tools)
-        if tools:
-            self._check_tools(text, self.render_text(messages, None))
-        return text
+    @cached_property
+    def _arguments(self) -> Form | None:
+        """How the template wants the arguments of tool calls."""
+        if self._settings.tool_arguments != "auto":
+            return self._settings.tool_arguments
+        return form_of(lambda messages: str(self._apply(messages, PROBE_TOOLS, tokenize=False)))
 
-    def _check_tools(self, rendered: object, without: object) -> None:
-        if rendered == without:
+    def _finished(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, ids: list[int]
+    ) -> list[int]:
+        """The ids of a rendered prompt, looked at. Raises PromptRejected."""
+        if tools and self._settings.ignored_tools == "reject" and not self._shows(tools, messages, ids):
             raise PromptRejected("tools_not_rendered", "the template renders this prompt without its tools")
-
-    def _checked(self, ids: list[int]) -> list[int]:
         if ids and max(ids) >= self.vocabulary:
             raise PromptRejected("id_out_of_vocabulary", f"id {max(ids)} of {self.vocabulary}")
+        while self._begin is not None and ids[:2] == [self._begin] * 2:
+            del ids[0]  # the template's own, and one that the tokenizer's class adds
+        if self._settings.open_reasoning and self.markers and not self._splitter.reasons(ids):
+            ids += self.markers.open
         return ids
 
-    def _apply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-        return [int(i) for i in self._call(messages, tools, tokenize=True)]
+    def _ids(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+        ids = self._call(messages, tools, tokenize=True)
+        return [int(i) for i in (ids["input_ids"] if isinstance(ids, Mapping) else ids)]
 
     def _call(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, tokenize: bool) -> Any:
+        if not any(message.get("tool_calls") for message in messages):
+            return self._apply(messages, tools, tokenize)
+        try:
+            return self._apply(with_arguments(messages, self._arguments), tools, tokenize)
+        except PromptRejected as error:
+            if self._arguments is not None or error.reason != "template_error":
+                raise
+            with suppress(PromptRejected):  # it renders the probe in neither form: each row is tried in both
+                return self._apply(with_arguments(messages, "mapping"), tools, tokenize)
+            raise
+
+    def _apply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, tokenize: bool) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                messages,
+                messages
+                if self.markers.field == "reasoning_content"
+                else _renamed(messages, self.markers.field),
                 tools=tools,
                 chat_template=self._template,
                 add_generation_prompt=True,
@@ -147,33 +202,24 @@ class ChatRenderer:
                 **({"return_dict": False} if tokenize else {}),
                 **self._kwargs,
             )
-        # What a template raises depends on the template: its own refusal, or a field it did not expect.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise PromptRejected("template_error", str(error) or type(error).__name__) from None
 
-    def _marker(self, text: str) -> list[int]:
-        if not text:
-            return []
-        ids = [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
-        back = self._tokenizer.decode(ids, skip_special_tokens=False)
-        if back != text:
-            raise ConfigError(
-                f"the reasoning marker {text!r} comes back from the tokenizer as {back!r}: "
-                "it is not this model's tokenizer, or not its marker (chat.reasoning_open, reasoning_close)."
-            )
-        return ids
-
-    def is_opened(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends inside reasoning: opened, with nothing but white space behind."""
-        if not self.open_ids:
+    def _shows(self, tools: list[dict[str, Any]], messages: Sequence[Message], ids: list[int]) -> bool:
+        """Whether the prompt is another one without its tools; looked at once for tools and outer roles."""
+        try:
+            digest = hashlib.sha256(orjson.dumps(tools)).digest()
+        except TypeError:  # an integer over 64 bits
+            return ids != self._ids(messages, None)
+        key = (digest, str(messages[0]["role"]), str(messages[-1]["role"]))
+        if key in self._shown_tools:
+            return True
+        if ids == self._ids(messages, None):
             return False
-        tail = list(prompt_ids[-len(self.open_ids) - 4 :])
-        at = _find(tail, self.open_ids)
-        if at is None:
-            return False
-        behind = tail[at + len(self.open_ids) :]
-        # Special tokens count: `<think></think>` is reasoning that was opened and closed.
-        return self._is_blank(tuple(behind))
+        if len(self._shown_tools) >= _REMEMBERED_TOOLS:
+            self._shown_tools.clear()
+        self._shown_tools.add(key)
+        return True
 
 
 def as_message(answer: Answer) -> Message:
@@ -191,14 +237,22 @@ def _or_reject(render: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T |
         return reject
 
 
-def _find(ids: list[int], wanted: list[int]) -> int | None:
-    at = -1
-    with suppress(ValueError):
-        while True:
-            at = ids.index(wanted[0], at + 1)
-            if ids[at : at + len(wanted)] == wanted:
-                return at
-    return None
+def _renamed(messages: Sequence[Message], field: str) -> list[Message]:
+    """Reasoning under the name that the template reads; gpt-oss takes none beside the text of a call."""
+    return [
+        {**message, field: message["reasoning_content"]}
+        if message.get("reasoning_content") and not (message.get("tool_calls") and message.get("content"))
+        else message
+        for message in messages
+    ]
+
+
+def _own_code(tokenizer: Any) -> str:
+    """A hash of the code that a tokenizer brings; empty for the library's own classes."""
+    if not is_own_code(tokenizer):
+        return ""
+    source = inspect.getsource(sys.modules[type(tokenizer).__module__])
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def read_template(settings: ChatSettings) -> str | None:

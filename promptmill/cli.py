@@ -172,7 +172,7 @@ def _warn_of_useless(tallies: list[Tally]) -> None:
             print(
                 f"WARNING: {tally.partition}: {shown} of {tally.rows} rows. Look at some "
                 "(promptmill show PROFILE --flag truncated); raise max_new_tokens of its class, or see "
-                "chat.reasoning_close.",
+                "chat.reasoning.",
                 file=sys.stderr,
             )
 

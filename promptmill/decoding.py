@@ -6,27 +6,50 @@ in a way of its own, where something is cleaned up afterwards, and for any other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-Decode = Callable[[Sequence[int]], str]
 _PROBE = "The 3 quick\n\n  brown föxes’ 🦊<|x|>\t\r\n\x00ÿĠ don't . , !"
 
 
-def make_decoder(tokenizer: Any) -> Decode:
-    """Decodes without special tokens."""
+class Decoder:
+    """Decodes without special tokens, by the tokenizer itself."""
 
-    def by_tokenizer(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
-    if not _is_plain(tokenizer):
-        return by_tokenizer
-    table = _Table(tokenizer.backend_tokenizer)
+    def __call__(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def by_table(ids: Sequence[int]) -> str:
+    def is_whole(self, ids: Sequence[int]) -> bool:
+        """Whether no character is cut: U+FFFD stands for the pieces of one, and may be the model's own."""
+        return not self(ids).endswith("\ufffd")  # all that text can tell; a cut is mostly at the end
+
+
+class _TableDecoder(Decoder):
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._table = _Table(tokenizer.backend_tokenizer)
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        table = self._table
         return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
 
+    def is_whole(self, ids: Sequence[int]) -> bool:
+        try:
+            b"".join([self._table[i] for i in ids]).decode("utf-8")
+        except UnicodeDecodeError:
+            return False
+        return True
+
+
+def make_decoder(tokenizer: Any) -> Decoder:
+    """By the table where it is certain to give the tokenizer's own text."""
+    by_tokenizer = Decoder(tokenizer)
+    if not _is_plain(tokenizer):
+        return by_tokenizer
+    by_table = _TableDecoder(tokenizer)
     probe = [*tokenizer(_PROBE)["input_ids"], *tokenizer.added_tokens_decoder]
     probes = (probe, probe[1::2], probe[::-1])  # characters cut in two as well
     return by_table if all(by_table(ids) == by_tokenizer(ids) for ids in probes) else by_tokenizer

@@ -73,8 +73,10 @@ def _model(profile: Profile) -> Iterator[Finding]:
     run = Run.read(profile, RunRequest())
     yield Finding("ok", "model", f"{run.model.name}, revision {run.model.revision}, at {run.model.path}")
     renderer = run.renderer
-    opens, closes = renderer.open_ids or "nothing", renderer.close_ids or "nothing"
-    markers = f"reasoning opens with {opens}, closes with {closes}"
+    marks = renderer.markers
+    markers = "no reasoning"
+    if marks:
+        markers = f"reasoning ({marks.family}) opens with {list(marks.open)}, closes with {list(marks.close)}"
     yield Finding("ok", "tokenizer", f"{renderer.vocabulary:,} ids; {markers}")
     room = command.context_tokens(profile, run.model)
     if room:

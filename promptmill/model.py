@@ -21,6 +21,19 @@ from promptmill.settings import Profile
 EMBEDDED = "embedded:smollm2"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EDGE_BYTES = 1 << 20
+# A tokenizer's own code may raise nearly anything.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    NameError,
+    SyntaxError,
+    RuntimeError,
+    AssertionError,
+)
 _loading = threading.Lock()  # partitions are prepared in parallel; one of them loads
 
 
@@ -58,25 +71,45 @@ def _load_tokenizer(model: Model, trust_remote_code: bool, cache: Path) -> Any:
     # Said once a process on import: "PyTorch was not found". That is how we want it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, __version__
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     path = Path(model.path)
     if path.suffix == ".gguf":
         from promptmill.gguf import rebuild_tokenizer
 
         path = rebuild_tokenizer(path, cache / f"tokenizer-{model.revision}")
+    revision = None if path.exists() else model.revision
     try:
-        return AutoTokenizer.from_pretrained(
-            str(path),
-            revision=None if path.exists() else model.revision,
-            trust_remote_code=trust_remote_code,
+        # Asked first: transformers would take a class of its own in silence, where it knows one of that name.
+        brings_code = _brings_code(get_tokenizer_config(str(path), revision=revision))
+        if brings_code and not trust_remote_code:
+            raise ConfigError(
+                f"model {model.name!r}: its tokenizer brings its own code, and is not the same without; "
+                "look at it, and allow it with trust_remote_code = true."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
-        hint = ""
-        if "trust_remote_code" in str(error):
-            hint = " This tokenizer brings its own code; allow it with trust_remote_code = true."
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model {model.name!r}: its tokenizer cannot be loaded: {first}.{hint}") from None
+    except _LOAD_ERRORS as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model {model.name!r}: its tokenizer cannot be loaded: {first}.") from None
+    if brings_code and not is_own_code(tokenizer):
+        raise ConfigError(
+            f"model {model.name!r}: its tokenizer brings its own code, and transformers {__version__} loaded "
+            f"its own {type(tokenizer).__name__} in its place; use another version of transformers."
+        )
+    return tokenizer
+
+
+def _brings_code(tokenizer_config: dict[str, Any]) -> bool:
+    classes = tokenizer_config.get("auto_map") or {}
+    return "AutoTokenizer" in classes or isinstance(classes, list)  # a list in old files
+
+
+def is_own_code(tokenizer: Any) -> bool:
+    """Whether its class came with the model."""
+    return type(tokenizer).__module__.startswith("transformers_modules.")
 
 
 @lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from promptmill import events
-from promptmill.chat import ChatRenderer, read_template
+from promptmill.chat import UNRENDERED, ChatRenderer, read_template
 from promptmill.errors import ConfigError, LockHeld, StoreError
 from promptmill.generation.mill import Mill
 from promptmill.model import Model, load_tokenizer, resolve_model
@@ -126,9 +126,10 @@ class Run:
         """Take these manifests as the partitions' current ones.
 
         Raises ConfigError if that would ask again for more than 5 % of a partition's answered rows, unless
-        the request accepts it. Nothing has changed then.
+        the request accepts it, or where the template is none for a partition. Nothing has changed then.
         """
         for manifest in manifests:
+            check_rendered(manifest, self.profile.run.max_unrendered)
             redo = None if self.request.accept_redo else self.redo(manifest)
             if redo and redo.is_refused:
                 raise ConfigError(
@@ -160,7 +161,9 @@ class Run:
 
     def publish(self, manifests: Sequence[Manifest]) -> Release:
         """Raises ReleaseError."""
-        release = publish(self.profile, self.store, self.model, manifests, self.tally(manifests))
+        release = publish(
+            self.profile, self.store, self.model, self.renderer, manifests, self.tally(manifests)
+        )
         events.tell(events.Released(release.address, release.revision, release.new, release.rows))
         return release
 
@@ -223,6 +226,19 @@ def check(profile: Profile, request: RunRequest) -> None:
     if profile.server.port and not profile.server.urls:
         choose_port(profile.server.port)
     check_places(profile)
+
+
+def check_rendered(manifest: Manifest, most: float) -> None:
+    """That the template does not refuse more than this share of the rows. Raises ConfigError."""
+    refused = {reason: n for reason, n in manifest.rejected.items() if reason in UNRENDERED}
+    if sum(refused.values()) > most * manifest.rows:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in refused.items())
+        example = next((e for e in manifest.examples if any(f": {r}: " in e for r in refused)), "")
+        raise ConfigError(
+            f"partition {manifest.partition}: {reasons} of {manifest.rows} rows, e.g. {example}. "
+            "The template does not fit them: name another in chat.template (docs/templates.md says what each "
+            "reason means), or raise run.max_unrendered to go on with the rest."
+        )
 
 
 def check_request(profile: Profile, request: RunRequest) -> None:

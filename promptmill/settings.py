@@ -109,10 +109,25 @@ class ChatSettings(Section):
     """Path of a Jinja chat template. Empty: the model's own."""
     template_kwargs: dict[str, Any] = {}
     """Passed to the template, e.g. { thinking = false }."""
-    reasoning_open: str = "<think>"
-    """The marker that opens reasoning."""
-    reasoning_close: str = "</think>"
-    """The marker that closes reasoning; answers are split at its first ids. Empty: no reasoning."""
+    tool_arguments: Literal["auto", "mapping", "text"] = "auto"
+    """How the template is given the arguments of earlier tool calls: JSON text is parsed for one that wants a
+    mapping, a mapping written as JSON for one that wants text. `auto` renders one call both ways."""
+    ignored_tools: Literal["reject", "keep"] = "reject"
+    """What becomes of a row with tools that the template renders exactly as without them."""
+    reasoning: Literal["auto", "none", "think", "kimi_k2", "minimax_m3", "gpt_oss"] = "auto"
+    """How the model writes reasoning: `think` as <think>…</think>; `kimi_k2` the same, and a section of tool
+    calls ends it too; `minimax_m3` as <mm:think>…</mm:think>; `gpt_oss` in its analysis channel. `auto` goes
+    by the tokens that the vocabulary has."""
+    reasoning_open: str | None = None
+    """The marker that opens reasoning, in place of the family's. Empty text: no reasoning."""
+    reasoning_close: str | None = None
+    """The marker that closes reasoning, in place of the family's; answers are split at its first ids. Empty
+    text: no reasoning."""
+    reasoning_ids: list[Annotated[int, Field(ge=0)]] = []
+    """The ids of both markers, where they are known: a tokenizer that gives others is refused."""
+    open_reasoning: bool = False
+    """Append the opening marker where the template has not opened reasoning, for a model that would not think
+    otherwise. One that writes the marker itself needs it not."""
 
 
 class RunSettings(Section):
@@ -126,6 +141,9 @@ class RunSettings(Section):
     """How long requests in flight may finish once a run is stopping."""
     min_free_gib: float = Field(default=1.0, ge=0)
     """Free disk that a start asks for where journal, segments and staged releases lie."""
+    max_unrendered: float = Field(default=0.5, ge=0, le=1)
+    """No server is started where the template refuses more than this share of a partition's rows, or leaves
+    out their tools: it is the template then, and not the rows. 1: start all the same."""
 
 
 class SamplingSettings(Section):
@@ -218,6 +236,10 @@ class PartitionSettings(Section):
     """`last_turn` answers the conversation as it stands, without a final assistant turn; `rollout` answers
     every turn anew on its own history. Default: rollout for `turns`, else last_turn."""
     sampling: SamplingOverride = SamplingOverride()
+
+    def mode_of(self, format: str) -> str:
+        """The mode, of rows in this format where none is set."""
+        return self.mode or ("rollout" if format == "turns" else "last_turn")
 
 
 class StoreSettings(Section):

@@ -86,13 +86,19 @@ def make_profile(folder: Path, **sections: Any) -> Profile:
 
 
 class StubRenderer:
-    """Renders a message to the bytes of its text; enough for a manifest, with no tokenizer at all."""
+    """Renders a message to the bytes of its text; enough for a manifest and a release, with no tokenizer."""
 
     def render(self, messages: Sequence[dict[str, Any]], tools: object) -> list[int]:
         return list("\n".join(m["content"] for m in messages).encode())
 
     def fingerprint(self) -> str:
         return "stub"
+
+    def describe(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint()}
+
+    def shows_reasoning(self, messages: object, prompt_ids: object) -> None:
+        return None
 
 
 def make_manifest(folder: Path, rows: Sequence[Any], **sections: Any) -> Manifest:

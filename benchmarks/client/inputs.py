@@ -72,14 +72,14 @@ def _answer(renderer: ChatRenderer, words: list[str], number: int) -> dict[str, 
     tokenizer: Any = renderer._tokenizer
     text = " ".join(words[number * 40 : number * 40 + 600])
     ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    ids = [*ids[:_THOUGHT], *renderer.close_ids, *ids[_THOUGHT:]][: ANSWER_TOKENS - 1]
+    ids = [*ids[:_THOUGHT], *renderer.markers.close, *ids[_THOUGHT:]][: ANSWER_TOKENS - 1]
     ids.append(tokenizer.eos_token_id)
     return {"ids": ids, "words": [tokenizer.decode([i]) for i in ids]}
 
 
 def split_cost(renderer: ChatRenderer, answers: list[dict[str, Any]]) -> float:
     """CPU seconds to make text of 1,000 answers, reasoning and content; the yardstick does not do that."""
-    prompt = [*range(10), *renderer.open_ids]
+    prompt = [*range(10), *renderer.markers.open]
     before = cpu_s()
     for number in range(1000):
         renderer.split(prompt, answers[number % len(answers)]["ids"])

@@ -154,7 +154,7 @@ class Recorder:
 
     def _without_ids(self, prompt: Prompt, completion: Completion, texts: Texts, server: str) -> Answer:
         opened, cut = self._renderer.is_opened(prompt.input_ids), completion.finish_reason == "length"
-        split = split_texts(texts, cut, opened, self._renderer.markers)
+        split = split_texts(texts, cut, opened, self._renderer.marker_texts)
         status, flags = judge(completion, split, prompt.max_new_tokens)
         record = self._record(
             prompt,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from promptmill.chat import Split
+from promptmill.splitting import Split
 from promptmill.types import Texts
 
 

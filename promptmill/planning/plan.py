@@ -12,7 +12,7 @@ from promptmill.generation.picker import PRIOR_TOKENS
 from promptmill.planning.estimate import NIGHT_HOURS, Estimate, Servers, estimate, longest_request
 from promptmill.planning.survey import BOUNDS, Survey, survey
 from promptmill.prompts.manifest import make_current, prepare
-from promptmill.run import Redo, Run
+from promptmill.run import Redo, Run, check_rendered
 from promptmill.serving import command
 from promptmill.settings import Profile
 from promptmill.types import Tally
@@ -28,6 +28,8 @@ class Part:
     survey: Survey
     tally: Tally
     redo: Redo | None
+    refused: str
+    """Why a run would not take it, whatever it accepts; empty where it would."""
     asked_format: str
     """As the profile has it: `auto`, or the format itself."""
     mean_output: float
@@ -73,22 +75,32 @@ def make_plan(run: Run, kv_tokens: Sequence[int], mean_output: float | None) -> 
         raise ConfigError(f"--mean-output {mean_output:g}: a number above 0 is wanted.")
     manifests = [prepare(run.preparation(name)) for name in run.partitions]
     run.store.refresh()
-    redone = {manifest.partition: run.redo(manifest) for manifest in manifests}
+    parts = [_part(run, found, mean_output) for found in survey(manifests, run.store)]
     if not run.store.lock.holder():
-        for manifest in manifests:
-            redo = redone[manifest.partition]
-            if redo is None or not redo.is_refused:
-                make_current(manifest, run.store.manifests)
-    surveys = survey(manifests, run.store)
-    parts = []
-    remembered = run.store.recall(MEANS) or {}
-    for found in surveys:
-        name, cap = found.manifest.partition, found.manifest.max_new_tokens
-        measured = mean_output is None and name in remembered
-        mean = mean_output or remembered.get(name, PRIOR_TOKENS)
-        tally, asked = run.store.tally(found.manifest), run.profile.partition(name).format
-        parts.append(Part(found, tally, redone[name], asked, min(mean, cap), measured))
+        for part in parts:
+            if not part.refused and not (part.redo and part.redo.is_refused):
+                make_current(part.survey.manifest, run.store.manifests)
     return _with_estimates(run.profile, parts, kv_tokens)
+
+
+def _part(run: Run, found: Survey, mean_output: float | None) -> Part:
+    manifest = found.manifest
+    remembered = run.store.recall(MEANS) or {}
+    mean = mean_output or remembered.get(manifest.partition, PRIOR_TOKENS)
+    refused = ""
+    try:
+        check_rendered(manifest, run.profile.run.max_unrendered)
+    except ConfigError as error:
+        refused = str(error)
+    return Part(
+        survey=found,
+        tally=run.store.tally(manifest),
+        redo=run.redo(manifest),
+        refused=refused,
+        asked_format=run.profile.partition(manifest.partition).format,
+        mean_output=min(mean, manifest.max_new_tokens),
+        is_measured=mean_output is None and manifest.partition in remembered,
+    )
 
 
 def _with_estimates(profile: Profile, parts: list[Part], kv_tokens: Sequence[int]) -> Plan:
@@ -129,6 +141,7 @@ def _part_json(part: Part) -> dict[str, Any]:
         "reusable_tokens": survey.reusable_tokens(),
         "repeats": int(survey.repeats.sum()),
         "redo": {"rows": redo.rows, "answered": redo.answered, "changed": redo.changed} if redo else None,
+        "refused": part.refused,
         "mean_output": round(part.mean_output, 1),
         "mean_output_is_measured": part.is_measured,
     }
@@ -151,6 +164,8 @@ def _part_lines(part: Part) -> Iterator[str]:
         yield f"  {n:,} rejected: {reason}"
     for example in manifest.examples:
         yield f"    {example}"
+    if part.refused:
+        yield f"  WARNING: a run would not take it: {part.refused}"
     if part.redo:
         note = "; a run wants --accept-redo for that" if part.redo.is_refused else ""
         yield f"  WARNING: {part.redo}{note}"

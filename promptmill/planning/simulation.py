@@ -87,11 +87,18 @@ class FixedPools:
     short: int = 150
     long: int = 32
     long_partitions: tuple[str, ...] = ("B3_agent", "B4_deepseek")
+    ordered: bool = False
+    """In the mill's own order instead, so that nothing but the numbers is by hand."""
 
     def sample(self, now: float, running: int, queued: int, in_flight: int) -> None: ...
 
     def size(self, now: float) -> int:
         return self.short + self.long
+
+
+def fixed_number(requests: int, *, ordered: bool) -> FixedPools:
+    """So many of whatever there is, on every server."""
+    return FixedPools(requests, 0, (), ordered)
 
 
 @dataclass(slots=True)
@@ -176,6 +183,7 @@ class Simulation:
         self._conservativeness = conservativeness
         self._samples = samples
         self._pools = pools
+        self._by_hand = pools is not None and not pools.ordered
         self._poison = frozenset(poison)
         deaths = [*relaunches]
         self._servers = [Server([kv, *(kv for _, kv in deaths)], [at for at, _ in deaths]) for kv in servers]
@@ -228,7 +236,7 @@ class Simulation:
 
     def _fresh(self, partition: str, seed: int) -> Iterator[Prompt]:
         prompts = (work.prompt() for work in self._works.values() if work.partition == partition)
-        if self._pools:
+        if self._by_hand:
             return prompts
         return in_families(prompts, _family, self._prompt_tokens, f"{partition} {seed}")
 
@@ -287,7 +295,7 @@ class Simulation:
     def _answered(self, server: Server, request: Request) -> None:
         out, work = self.outcome, self._works[request.rid]
         self._left(server, request.rid)
-        if not self._pools:  # they know of no lengths
+        if not self._by_hand:  # no lengths are known there
             self._picker.finished(work.partition, request.output_tokens)
         self._sizes.finished(work.prompt_tokens, request.output_tokens)
         out.answered_tokens += request.output_tokens
@@ -333,7 +341,7 @@ class Simulation:
         return "long" if self._pools and partition in self._pools.long_partitions else "short"
 
     def _cap(self, partition: str) -> int | None:
-        if not self._pools:
+        if not self._pools or not self._pools.long_partitions:
             return None
         return self._pools.long if self._class(partition) == "long" else self._pools.short
 

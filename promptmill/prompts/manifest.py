@@ -83,6 +83,7 @@ class Preparation:
             "partition": self.partition.model_dump(mode="json", exclude={"weight"}),
             "model": [self.model.name, self.model.revision],
             "renderer": self.renderer.fingerprint(),
+            "rules": [self.profile.chat.ignored_tools, self.profile.chat.tool_arguments],
             "api": self.profile.server.api,
             "sampling": self.profile.sampling_for(self.partition).model_dump(mode="json"),
             "max_new_tokens": self.profile.max_new_tokens(self.partition),

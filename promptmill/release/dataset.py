@@ -25,19 +25,20 @@ from typing import Any
 import pyarrow as pa
 
 from promptmill import __version__
+from promptmill.chat import ChatRenderer
 from promptmill.errors import ReleaseError, ReleaseRefused, StoreError
 from promptmill.model import Model
 from promptmill.prompts.manifest import read_prompts
 from promptmill.release.card import write_card
 from promptmill.release.shards import Shards
-from promptmill.release.views import SCHEMAS, rows_of
+from promptmill.release.views import SCHEMAS, Asked, rows_of
 from promptmill.settings import Profile
 from promptmill.store.answers import Answers
 from promptmill.store.objects import Folder, LocalFolder, open_folder
 from promptmill.store.store import Store
 from promptmill.types import Manifest, Tally
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 POINTER = "latest.json"
 _PROMPTS_AT_A_TIME = 256
 _READ_BACK_TIMEOUT_S = 1800
@@ -55,7 +56,12 @@ class Release:
 
 
 def publish(
-    profile: Profile, store: Store, model: Model, manifests: Sequence[Manifest], tallies: Sequence[Tally]
+    profile: Profile,
+    store: Store,
+    model: Model,
+    renderer: ChatRenderer,
+    manifests: Sequence[Manifest],
+    tallies: Sequence[Tally],
 ) -> Release:
     """Publish the answers to `manifests`, or find that nothing changed. Raises ReleaseError."""
     pending = sum(tally.pending for tally in tallies)
@@ -66,16 +72,19 @@ def publish(
         )
     folder = open_folder(profile.release.url)
     try:
-        return _Publisher(profile, store, model, folder).publish(manifests, tallies)
+        return _Publisher(profile, store, model, renderer, folder).publish(manifests, tallies)
     except (StoreError, OSError, pa.ArrowException) as error:
         raise ReleaseError(f"the release was not published: {error}") from error
 
 
 class _Publisher:
-    def __init__(self, profile: Profile, store: Store, model: Model, folder: Folder) -> None:
+    def __init__(
+        self, profile: Profile, store: Store, model: Model, renderer: ChatRenderer, folder: Folder
+    ) -> None:
         self._profile = profile
         self._store = store
         self._model = model
+        self._renderer = renderer
         self._folder = folder
 
     def publish(self, manifests: Sequence[Manifest], tallies: Sequence[Tally]) -> Release:
@@ -111,7 +120,11 @@ class _Publisher:
             fingerprint = _fingerprint(files)
             if standing and standing.get("fingerprint") == fingerprint:
                 return self._unchanged(standing)
-            return self._put(staged, files, rows, fingerprint, tallies)
+            return self._put(staged, files, rows, fingerprint, manifests, tallies)
+
+    def _how_asked(self, manifest: Manifest) -> dict[str, str]:
+        part = self._profile.partition(manifest.partition)
+        return {"mode": part.mode_of(manifest.format), "renderer": str(manifest.identity.get("chat", ""))}
 
     def _inputs(self, manifests: Sequence[Manifest]) -> str | None:
         """A hash of what a release is made from; None where that cannot be told without reading it."""
@@ -154,6 +167,7 @@ class _Publisher:
         files: dict[str, dict[str, Any]],
         rows: dict[str, int],
         fingerprint: str,
+        manifests: Sequence[Manifest],
         tallies: Sequence[Tally],
     ) -> Release:
         now = datetime.now(UTC)
@@ -171,6 +185,8 @@ class _Publisher:
             "rows": rows,
             "files": files,
             "accounting": {tally.partition: tally.to_json() for tally in tallies},
+            "partitions": {m.partition: self._how_asked(m) for m in manifests},
+            "renderer": self._renderer.describe(),
             "rejected": {tally.partition: tally.rejected for tally in tallies if tally.rejected},
             "profile": self._profile.masked(),
         }
@@ -191,6 +207,9 @@ class _Publisher:
     ) -> dict[str, list[tuple[Path, int]]]:
         """The partition's shards and their rows by view, from some prompts and their answers at a time."""
         limit = self._profile.release.shard_mb * 1_000_000
+        asked = Asked(
+            manifest.partition, **self._how_asked(manifest), shows_reasoning=self._renderer.shows_reasoning
+        )
         prompts = read_prompts(manifest)
         with ExitStack() as stack:
             views = {
@@ -204,7 +223,7 @@ class _Publisher:
                 found = self._store.lookup(hashes, answers)
                 for prompt in some:
                     for view, shards in views.items():
-                        shards.add(rows_of(view, manifest.partition, prompt, found))
+                        shards.add(rows_of(view, asked, prompt, found))
             return {view: shards.finish(always) for view, shards in views.items()}
 
 

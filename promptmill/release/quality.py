@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from promptmill.chat import Split
+from promptmill.splitting import Split
 from promptmill.types import Completion, Status
 
 REPETITION_WINDOW = 24
@@ -27,7 +27,7 @@ def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[St
         tokens, repetitive = len(ids), is_repetitive(ids[:-1] if stopped else ids)
     if repetitive:
         flags.append("repetition")
-    if "\ufffd" in split.content or "\ufffd" in split.reasoning:
+    if texts and "\ufffd" in split.reasoning + split.content:  # of ids, the split itself knows better
         flags.append("cut_character")
     if completion.finish_reason == "length":
         if tokens < max_new_tokens:

@@ -10,7 +10,8 @@ What trainers read: SpecForge takes `conversations` (id, status "success", tools
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -35,6 +36,11 @@ _COMMON = [
     ("kv_dtype", pa.string()),
     ("server", pa.string()),
     ("created_at", pa.string()),
+]
+_ASKED = [
+    ("mode", pa.string()),
+    ("renderer", pa.string()),
+    ("earlier_reasoning", pa.string()),
 ]
 _CALL = pa.struct(
     [
@@ -61,6 +67,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("conversations", pa.list_(_MESSAGE)),
             ("tools", pa.large_string()),
             *_COMMON,
+            *_ASKED,
         ]
     ),
     "turns": pa.schema(
@@ -71,6 +78,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("reasoning", pa.large_string()),
             ("content", pa.large_string()),
             *_COMMON,
+            *_ASKED,
         ]
     ),
 }
@@ -78,7 +86,20 @@ SCHEMAS: dict[str, pa.Schema] = {
 Row = dict[str, Any]
 
 
-def rows_of(view: str, partition: str, prompt: PromptRow, answers: Mapping[str, Answer]) -> Iterator[Row]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the prompts of a partition were made."""
+
+    partition: str
+    mode: str
+    """last_turn or rollout."""
+    renderer: str
+    """Fingerprint of tokenizer, template and its arguments, of which the prompt's ids are."""
+    shows_reasoning: Callable[[Sequence[Message], Sequence[int]], str | None]
+    """How much of the messages' reasoning a prompt shows: all, some, none; None where there is none."""
+
+
+def rows_of(view: str, asked: Asked, prompt: PromptRow, answers: Mapping[str, Answer]) -> Iterator[Row]:
     """The rows that one input row gives in `view`; `answers` by prompt hash."""
     make = _conversation if view == "conversations" else _turns
     for sample, hashes in enumerate(prompt.prompt_hashes):
@@ -91,17 +112,17 @@ def rows_of(view: str, partition: str, prompt: PromptRow, answers: Mapping[str, 
             if not goes_on(answer.status):
                 break
         if chain:
-            yield from make(partition, prompt, sample, chain)
+            yield from make(asked, prompt, sample, chain)
 
 
-def _conversation(partition: str, prompt: PromptRow, sample: int, chain: list[Answer]) -> Iterator[Row]:
+def _conversation(asked: Asked, prompt: PromptRow, sample: int, chain: list[Answer]) -> Iterator[Row]:
     """Only conversations that are whole: every turn answered, nothing flagged."""
     if len(chain) < len(prompt.turns) or any(answer.status != "answered" for answer in chain):
         return
     messages: list[Message] = []
     for turn, answer in zip(prompt.turns, chain, strict=True):
         messages += [*turn, as_message(answer)]
-    common = _common(partition, prompt, sample, chain[-1])
+    common = _common(asked, prompt, sample, chain[-1], messages[:-1])
     yield {
         **common,
         "conversation_id": common["id"],
@@ -115,15 +136,18 @@ def _conversation(partition: str, prompt: PromptRow, sample: int, chain: list[An
     }
 
 
-def _turns(partition: str, prompt: PromptRow, sample: int, chain: list[Answer]) -> Iterator[Row]:
+def _turns(asked: Asked, prompt: PromptRow, sample: int, chain: list[Answer]) -> Iterator[Row]:
     """Every generated turn, truncated and flagged ones included: they are valid targets for a drafter.
 
     Answers without ids have none to train on.
     """
-    for answer in chain:
+    messages: list[Message] = []
+    for turn, answer in zip(prompt.turns, chain, strict=False):
+        before = [*messages, *turn]
+        messages = [*before, as_message(answer)]
         if NO_IDS in answer.flags:
             continue
-        common = _common(partition, prompt, sample, answer)
+        common = _common(asked, prompt, sample, answer, before)
         if len(prompt.turns) > 1:
             common["id"] += f"#turn{answer.turn}"
         yield {
@@ -132,15 +156,21 @@ def _turns(partition: str, prompt: PromptRow, sample: int, chain: list[Answer]) 
             "input_ids": [*answer.prompt_ids, *answer.output_ids],
             "loss_mask": [0] * len(answer.prompt_ids) + [1] * len(answer.output_ids),
             "reasoning": answer.reasoning,
-            "content": answer.content,
+            "content": answer.content or None,
         }
 
 
-def _common(partition: str, prompt: PromptRow, sample: int, answer: Answer) -> Row:
+def _common(asked: Asked, prompt: PromptRow, sample: int, answer: Answer, messages: Sequence[Message]) -> Row:
+    """`messages` are those that were rendered for this answer."""
     samples = len(prompt.prompt_hashes)
     return {
         "id": prompt.id if samples == 1 else f"{prompt.id}#{sample}",
-        "partition": partition,
+        "partition": asked.partition,
+        "mode": asked.mode,
+        "renderer": asked.renderer,
+        "earlier_reasoning": asked.shows_reasoning(messages, answer.prompt_ids)
+        if answer.prompt_ids
+        else None,
         "sample": sample,
         **{name: getattr(answer, name) for name, _ in _COMMON if name not in ("id", "partition", "sample")},
     }

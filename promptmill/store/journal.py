@@ -267,11 +267,10 @@ class JournalReader:
         """(prompt_hash, status, finish_reason, max_new_tokens) of every answer."""
         yield from self._query("SELECT prompt_hash, status, finish_reason, max_new_tokens FROM answers")
 
-    def answers(self, partition: str, limit: int = -1) -> Iterator[Answer]:
-        """The answers of a partition, in the order of their hashes."""
-        rows = self._query(
-            "SELECT body FROM answers WHERE partition = ? ORDER BY prompt_hash LIMIT ?", (partition, limit)
-        )
+    def answers(self, partition: str) -> Iterator[Answer]:
+        """The answers of a partition, in the order of their hashes, as a stream."""
+        sql = "SELECT body FROM answers WHERE partition = ? ORDER BY prompt_hash"
+        rows = self._query(sql, (partition,))
         yield from (self._answer(body) for (body,) in rows)
 
     def lookup(self, hashes: list[str]) -> Iterator[Answer]:

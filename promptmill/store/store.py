@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ from promptmill.store.segments import Segments
 from promptmill.types import STATUSES, WORST_FIRST, Answer, Manifest, Tally
 
 _SEAL_ROWS = 5000
+_SEAL_TOKENS = 250_000
+"""Of one segment, whichever is reached first: it is made in memory, where a token takes 40 bytes."""
 
 
 class Store:
@@ -169,15 +170,11 @@ class Store:
             if self._reader.partitions().get(partition, 0) < max(1, at_least):
                 return 0
             held, sealed = self.held(), 0
-            while answers := self._unheld(partition, held):
+            while answers := _for_one_segment(self._reader.answers(partition), held):
                 self._segments.write(partition, answers)
                 self._journal.forget(answers)
                 sealed += len(answers)
             return sealed
-
-    def _unheld(self, partition: str, held: set[str]) -> list[Answer]:
-        answers = self._reader.answers(partition)
-        return list(islice((a for a in answers if a.prompt_hash not in held), _SEAL_ROWS))
 
     def withdraw(self, hashes: Sequence[str]) -> Future[None]:
         """Their answers are none: they are pending again. Of answers in the journal only."""
@@ -216,6 +213,18 @@ class Store:
         if answer.status == "failed":
             self._failed_here.add(answer.prompt_hash)
         self._index.learn(answer.prompt_hash, known_of(answer))
+
+
+def _for_one_segment(answers: Iterable[Answer], held: set[str]) -> list[Answer]:
+    taken, tokens = [], 0
+    for answer in answers:
+        if answer.prompt_hash in held:
+            continue
+        taken.append(answer)
+        tokens += len(answer.prompt_ids) + len(answer.output_ids)
+        if len(taken) >= _SEAL_ROWS or tokens >= _SEAL_TOKENS:
+            break
+    return taken
 
 
 def goes_on(status: str) -> bool:

@@ -12,8 +12,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from promptmill.prompts.manifest import prepare
 from promptmill.run import Run, RunRequest
 from promptmill.serving.server import Lost
 from promptmill.settings import Profile
-from promptmill.store.store import Store
+from promptmill.store.journal import Journal, Waiter
 from promptmill.types import Answer, Manifest
 from tests.chaos.rogue import Plan
 from tests.contract.play import hurried
@@ -140,30 +139,29 @@ class SmallRun:
             self.told.append(str(event))
 
     def _keep_books(self, patch: pytest.MonkeyPatch) -> None:
-        put = Store.put
+        put_for = Journal.put_for
         book = os.open(self.folder / "durable", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         answers = 0
 
-        def put_and_tell(store: Store, answer: Answer) -> Future[None]:
+        def put_and_tell(
+            journal: Journal, waiter: Waiter, answer: Answer, written: Callable[[], None]
+        ) -> None:
             nonlocal answers
             answers += 1
             if self._plan.room and answers == self._plan.room[0]:
-                self._fill_disk(store)
-            future = put(store, answer)
-            line = f"{answer.prompt_hash} {answer.status}\n"
-            future.add_done_callback(
-                lambda done: None if done.exception() else tell(f"{time.monotonic()} {line}")
-            )
-            return future
+                self._fill_disk(journal.path)
 
-        def tell(line: str) -> None:
-            os.write(book, line.encode())
+            def tell() -> None:
+                written()
+                os.write(book, f"{time.monotonic()} {answer.prompt_hash} {answer.status}\n".encode())
 
-        patch.setattr(Store, "put", put_and_tell)
+            put_for(journal, waiter, answer, tell)
 
-    def _fill_disk(self, store: Store) -> None:
+        patch.setattr(Journal, "put_for", put_and_tell)
+
+    def _fill_disk(self, journal: Path) -> None:
         assert self._plan.room is not None
-        wal = store.journal_path.with_name(store.journal_path.name + "-wal")
+        wal = journal.with_name(journal.name + "-wal")
         room = (wal.stat().st_size if wal.exists() else 0) + self._plan.room[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 

@@ -60,7 +60,7 @@ class Letters:
     """Renders a conversation as the code points of its text: enough of a ChatRenderer for the mill."""
 
     end_ids = frozenset[int]()
-    markers = ("", "")
+    marker_texts = ("", "")
 
     def is_opened(self, prompt_ids: object) -> bool:
         return False
@@ -72,7 +72,7 @@ class Letters:
         return "".join(map(chr, ids))
 
     def split(self, prompt_ids: object, output_ids: list[int]) -> Any:
-        from promptmill.chat import Split
+        from promptmill.splitting import Split
 
         return Split("", "".join(map(chr, output_ids)), 0, [])
 

@@ -23,7 +23,7 @@ from promptmill.release.dataset import publish
 from promptmill.serving.process import ServerProcess
 from promptmill.store.objects import S3Folder
 from promptmill.store.store import Store
-from tests.helpers_store import MODEL, answer, keys_of, make_manifest, make_profile, until
+from tests.helpers_store import MODEL, StubRenderer, answer, keys_of, make_manifest, make_profile, until
 
 KEY, SECRET = "test-key", "test-secret-that-must-not-be-shown"
 START_S = 30
@@ -256,6 +256,9 @@ def test_s3_store_names_a_segment_that_is_torn(url: str, tmp_path: Path) -> None
         store.refresh()
 
 
+RENDERER: Any = StubRenderer()
+
+
 def load(address: str, cache: Path) -> list[dict[str, Any]]:
     """The rows as a user loads them, in a new process."""
     result = subprocess.run(
@@ -283,14 +286,14 @@ def test_s3_release_loads_with_load_dataset_and_is_not_new_the_second_time(url: 
             store.put(answer(prompt_hash, turn=turn, content=f"naïve {turn} 🦊")).result(20)
         store.seal_all()
         with pytest.raises(ReleaseRefused, match="1 rows are pending"):
-            publish(profile, store, MODEL, [manifest], [store.tally(manifest)])
+            publish(profile, store, MODEL, RENDERER, [manifest], [store.tally(manifest)])
         assert folder.names() == [], "nothing visible"
         store.put(answer(never[0], status="failed", finish_reason="", error="poison")).result(20)
 
-        release = publish(profile, store, MODEL, [manifest], [store.tally(manifest)])
+        release = publish(profile, store, MODEL, RENDERER, [manifest], [store.tally(manifest)])
         assert (release.new, release.rows) == (True, {"conversations": 2, "turns": 3})
         names = folder.names()
-        again = publish(profile, store, MODEL, [manifest], [store.tally(manifest)])
+        again = publish(profile, store, MODEL, RENDERER, [manifest], [store.tally(manifest)])
         assert (again.new, again.revision, again.rows) == (False, release.revision, release.rows)
         assert folder.names() == names
     finally:

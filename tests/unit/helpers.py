@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from promptmill.chat import ChatRenderer
 from promptmill.model import Model
@@ -95,3 +98,15 @@ def make_answer(prompt_hash: str = "h0", **changes: Any) -> Answer:
         "created_at": "2026-01-01T00:00:00+00:00",
     }
     return Answer(**{**values, **changes})
+
+
+def byte_tokenizer(template: str, special: Sequence[str] = (), plain: Sequence[str] = (), **more: Any) -> Any:
+    """A tokenizer of bytes, with added tokens: `special` ones, and `plain` ones that decode as text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    settings = {"clean_up_tokenization_spaces": False, "chat_template": template, **more}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)

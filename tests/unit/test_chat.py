@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import DEMO_TEMPLATE, make_answer, user
+from helpers import DEMO_TEMPLATE, byte_tokenizer, make_answer, user
 
 from promptmill.chat import ChatRenderer, as_message
 from promptmill.errors import ConfigError, PromptRejected
@@ -136,8 +136,11 @@ def test_marker_that_does_not_survive_the_tokenizer_is_refused(tokenizer: Any) -
         def decode(self, ids: list[int], **_: Any) -> str:
             return str(tokenizer.decode(ids)).strip("<>")
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
     with pytest.raises(ConfigError, match=r"the reasoning marker '<think>' comes back .* as 'think'"):
-        ChatRenderer(Lossy(), ChatSettings())
+        ChatRenderer(Lossy(), ChatSettings(reasoning="think"))
 
 
 def test_split_of_an_answer_whose_prompt_opens_reasoning(split: Splitter) -> None:
@@ -146,9 +149,9 @@ def test_split_of_an_answer_whose_prompt_opens_reasoning(split: Splitter) -> Non
 
 
 def test_split_counts_reasoning_with_its_closing_marker(split: Splitter) -> None:
-    output = split.ids("Add.") + split.renderer.close_ids + split.ids("\n\n7")
+    output = [*split.ids("Add."), *split.renderer.markers.close, *split.ids("\n\n7")]
     result = split.renderer.split(split.ids("<think>"), output)
-    assert result.reasoning_tokens == len(split.ids("Add.")) + len(split.renderer.close_ids)
+    assert result.reasoning_tokens == len(split.ids("Add.")) + len(split.renderer.markers.close)
     assert split.renderer.split(split.ids("<think>"), split.ids("Add.")).reasoning_tokens == 2
 
 
@@ -168,7 +171,11 @@ def test_split_of_an_answer_that_repeats_the_opening_marker(split: Splitter) -> 
 
 
 def test_split_is_at_the_first_of_two_closing_markers(split: Splitter) -> None:
-    assert split("<think>", "a", "</think>", "b", "</think>", "c") == ("a", "b</think>c", [])
+    assert split("<think>", "a", "</think>", "b", "</think>", "c") == (
+        "a",
+        "b</think>c",
+        ["several_closes"],
+    )
 
 
 def test_split_of_an_answer_without_reasoning(split: Splitter) -> None:
@@ -204,3 +211,65 @@ def test_answer_as_history_carries_reasoning_where_there_is_some() -> None:
         "reasoning_content": "2 and 2",
     }
     assert as_message(make_answer(content="4", reasoning="")) == {"role": "assistant", "content": "4"}
+
+
+def test_template_that_ignores_tools_is_taken_where_the_profile_says_so() -> None:
+    renderer = ChatRenderer(byte_tokenizer(PLAIN), ChatSettings(ignored_tools="keep"))
+    assert renderer.decode(renderer.render([user("hi")], TOOLS)) == "<|user|>hi"
+
+
+def test_template_is_looked_at_once_for_tools_and_the_roles_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% if tools and messages[-1].role == 'user' %}{{ tools }}{% endif %}" + PLAIN
+    renderer = ChatRenderer(byte_tokenizer(template), ChatSettings())
+    rendered: list[Any] = []
+    apply = renderer._tokenizer.apply_chat_template
+
+    def counted(messages: Any, tools: Any, **more: Any) -> Any:
+        rendered.append(tools)
+        return apply(messages, tools=tools, **more)
+
+    monkeypatch.setattr(renderer._tokenizer, "apply_chat_template", counted)
+    for text in ("a", "b", "c"):
+        renderer.render([user(text)], TOOLS)
+    assert rendered == [TOOLS, None, TOOLS, TOOLS]
+    ends_with_result = [user("a"), {"role": "tool", "content": "7"}]
+    for _ in range(2):  # and what is rejected, each time
+        assert reason(renderer, ends_with_result, TOOLS)[0] == "tools_not_rendered"
+
+
+def test_tools_that_no_fast_json_takes_are_looked_at_all_the_same() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "maximum": 2**70}}]
+    assert reason(ChatRenderer(byte_tokenizer(PLAIN), ChatSettings()), [user("a")], tools)[0] == (
+        "tools_not_rendered"
+    )
+    shown = ChatRenderer(byte_tokenizer("{{ tools }}"), ChatSettings())
+    assert str(2**70) in shown.decode(shown.render([user("a")], tools))
+
+
+def test_prompt_begins_with_one_beginning_at_most() -> None:
+    tokenizer = byte_tokenizer("<s><s>{{ messages[0].content }}<s><s>", ("<s>",), bos_token="<s>")
+    renderer = ChatRenderer(tokenizer, ChatSettings())
+    assert renderer.decode_all(renderer.render([user("a")], None)) == "<s>a<s><s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}", "all"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "none"),
+        (
+            "{% for m in messages %}{{ m.reasoning_content if not loop.first }}{{ m.content }};{% endfor %}",
+            "some",
+        ),
+    ],
+)
+def test_prompt_tells_how_much_earlier_reasoning_it_shows(template: str, shown: str) -> None:
+    renderer = ChatRenderer(byte_tokenizer(template), ChatSettings())
+    messages = [
+        {"role": "assistant", "content": "12", "reasoning_content": "three fours"},
+        {"role": "assistant", "content": "It is 13.", "reasoning_content": "13\n"},
+        user("plus 1?"),
+    ]
+    assert renderer.shows_reasoning(messages, renderer.render(messages, None)) == shown
+    bare = [user("plus 1?")]
+    assert renderer.shows_reasoning(bare, renderer.render(bare, None)) is None

@@ -37,6 +37,7 @@ class Mill:
             server={"env": {"HF_TOKEN": "hf_secret"}},
         )
         self.profile: Profile = preparation.profile
+        self.renderer = renderer
         self.manifest: Manifest = prepare(preparation)
         self.folder = folder / "release"
         self.store = Store(self.profile)
@@ -51,7 +52,7 @@ class Mill:
         settings = self.profile.release.model_copy(update=release)
         profile = self.profile.model_copy(update={"release": settings})
         tally = self.store.tally(self.manifest)
-        return publish(profile, self.store, MODEL, [self.manifest], [tally])
+        return publish(profile, self.store, MODEL, self.renderer, [self.manifest], [tally])
 
     def pointer(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "latest.json").read_text()))
@@ -113,6 +114,10 @@ def test_release_describes_its_files(mill: Mill) -> None:
     }
     assert manifest["rows"] == {"conversations": 4, "turns": 4}
     assert manifest["accounting"]["A"]["answered"] == manifest["accounting"]["A"]["rows"] == 4
+    assert manifest["renderer"] == mill.renderer.describe()
+    assert manifest["partitions"] == {
+        "A": {"mode": "last_turn", "renderer": mill.renderer.describe()["fingerprint"]}
+    }
     assert manifest["profile"]["server"]["env"] == {"HF_TOKEN": "***"}
     card = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
     assert [config["config_name"] for config in card["configs"]] == ["conversations", "turns"]

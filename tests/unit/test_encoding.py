@@ -18,21 +18,24 @@ from promptmill.prompts.manifest import prepare, read_prompts, read_rejects
 from promptmill.settings import ChatSettings
 
 TEXTS = ["", " ", "2 + 2?", "föxes 🦊\r\n\x00\t’", "<|im_end|> inside", "a\u0301 ﬁ", "x" * 3000, "東京 12345"]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOL, HIDDEN = (
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("add", "hidden")
+)
 ROWS: list[Any] = [
     {"messages": [user("Hello")]},
     "{not json",
     {"messages": [{"role": "pirate", "content": "arr"}]},
     {"messages": [user("fail, please")]},
     {"messages": [user("Add 1 and 2")], "tools": [TOOL]},
-    {"messages": [user("hide: add 1 and 2")], "tools": [TOOL]},
+    {"messages": [user("Add 1 and 2")], "tools": [HIDDEN]},
     {"messages": [user("long " * 200)]},
     {"messages": [user("Hello")], "id": "again"},
     {"messages": [{"role": "system", "content": "Be brief."}, user("föxes 🦊 <|im_end|>")]},
 ]
 TEMPLATE = """{%- for m in messages -%}
 {%- if m.content.startswith("fail") %}{{ raise_exception("not this one") }}{% endif -%}
-{%- if tools and not m.content.startswith("hide") %}{{ tools | tojson }}{% endif -%}
+{%- if tools and tools[0].function.name != "hidden" %}{{ tools | tojson }}{% endif -%}
 <|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}<|im_start|>assistant

@@ -329,6 +329,8 @@ def test_key_changes_with_what_the_manifest_says(
         {"partition": {"name": "B"}},
         {"model": Model("some/model", "revision-2", "/weights")},
         {"renderer": renderer_of(TAKE_TURNS)},
+        {"chat": {"ignored_tools": "keep"}},
+        {"chat": {"tool_arguments": "text"}},
     ]
     keys = [preparation(**change).key() for change in changes]
     assert len(set(keys)) == len(changes)

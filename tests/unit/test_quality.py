@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from promptmill.chat import Split
 from promptmill.release.quality import is_repetitive, judge
+from promptmill.splitting import Split
 from promptmill.types import Completion
 
 GOOD = Split("because", "4", 2, [])
@@ -41,9 +41,10 @@ def test_answer_in_a_loop_is_flagged() -> None:
     assert verdict(ids=loop[:-1], reason="length", cap=25) == ("truncated", ["repetition"])
 
 
-@pytest.mark.parametrize("split", [Split("", "half \ufffd", 0, []), Split("half \ufffd", "4", 2, [])])
-def test_answer_with_half_a_character_is_flagged(split: Split) -> None:
-    assert verdict(split) == ("flagged", ["cut_character"])
+def test_answer_whose_split_found_something_is_flagged() -> None:
+    assert verdict(Split("", "half \ufffd", 0, ["cut_character"])) == ("flagged", ["cut_character"])
+    cut = Split("", "half \ufffd", 0, ["cut_character"])
+    assert verdict(cut, reason="length") == ("truncated", ["cut_character"])
 
 
 @pytest.mark.parametrize("period", [1, 3, 8, 24])

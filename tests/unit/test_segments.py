@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,8 +126,3 @@ def test_segment_that_vanished_is_a_store_error_that_names_it(segments: Segments
     with pytest.raises(StoreError, match=name) as caught:
         list(segments.keys([name]))
     assert "Move it away" not in str(caught.value)
-
-
-def test_arrow_gives_memory_back() -> None:
-    code = "import promptmill.store.segments, pyarrow; print(pyarrow.default_memory_pool().backend_name)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "system"

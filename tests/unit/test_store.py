@@ -223,13 +223,15 @@ def test_seal_below_the_wanted_size_does_nothing(store: Store) -> None:
     assert (journaled(store), sealed(store)) == ({sha("a")}, [])
 
 
-def test_seal_of_more_rows_than_one_segment_takes_leaves_none_out(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("bound", "most"), [("_SEAL_ROWS", 10), ("_SEAL_TOKENS", 50)])
+def test_seal_of_more_than_one_segment_takes_leaves_none_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
-    monkeypatch.setattr("promptmill.store.store._SEAL_ROWS", 10)
-    put(store, *(answer(sha(str(i))) for i in range(25)))
+    monkeypatch.setattr(f"promptmill.store.store.{bound}", most)
+    put(store, *(answer(sha(str(i))) for i in range(25)))  # of 5 tokens each
     assert store.seal("P") == 25
     assert (journaled(store), len(set(sealed(store))), len(sealed(store))) == (set(), 25, 25)
+    assert len(Segments(store.folder).names()) == 3
 
 
 def while_sealing(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:

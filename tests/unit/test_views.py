@@ -6,13 +6,15 @@ import pyarrow as pa
 import pytest
 from helpers import make_answer, make_row, user
 
-from promptmill.release.views import SCHEMAS, rows_of
+from promptmill.release.views import SCHEMAS, Asked, rows_of
 from promptmill.types import Answer, PromptRow
+
+ASKED = Asked("A", "rollout", "f00", lambda messages, ids: f"{len(messages)} to {len(ids)}")
 
 
 def rows(view: str, row: PromptRow, *answers: Answer) -> list[dict[str, Any]]:
     """As a reader gets them: through the view's schema."""
-    made = list(rows_of(view, "A", row, {answer.prompt_hash: answer for answer in answers}))
+    made = list(rows_of(view, ASKED, row, {answer.prompt_hash: answer for answer in answers}))
     loaded: list[dict[str, Any]] = pa.Table.from_pylist(made, schema=SCHEMAS[view]).to_pylist()
     assert all(row.keys() == set(SCHEMAS[view].names) for row in made)
     return loaded
@@ -147,3 +149,20 @@ def test_views_say_where_an_answer_is_from() -> None:
         assert (row["model"], row["model_revision"]) == ("some/model", "revision-1")
         assert (row["kv_dtype"], row["server"], row["resumed_tokens"]) == ("fp8_e4m3", "life-3", 1)
         assert row["prompt_tokens"] == 3
+
+
+def test_views_say_how_a_prompt_was_made() -> None:
+    """Of a conversation, the last prompt; of a turn, its own."""
+    answers = (make_answer(), make_answer("h1", turn=1, prompt_ids=[1, 2, 3, 4]))
+    (whole,) = rows("conversations", two_turns(), *answers)
+    assert (whole["mode"], whole["renderer"], whole["earlier_reasoning"]) == ("rollout", "f00", "3 to 4")
+    assert [r["earlier_reasoning"] for r in rows("turns", two_turns(), *answers)] == ["1 to 3", "3 to 4"]
+
+
+def test_answer_that_was_cut_inside_its_reasoning_has_no_content() -> None:
+    cut = make_answer(
+        status="truncated", finish_reason="length", flags=["reasoning_never_closed"], content=""
+    )
+    (row,) = rows("turns", make_row(), cut)
+    assert (row["reasoning"], row["content"]) == ("two and two", None)
+    assert rows("conversations", make_row(), cut) == []
