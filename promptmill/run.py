@@ -32,7 +32,7 @@ from promptmill.release.dataset import Release, publish
 from promptmill.serving import command
 from promptmill.serving.process import choose_port, end_leftovers
 from promptmill.serving.supervisor import Supervisor
-from promptmill.settings import Profile
+from promptmill.settings import PartitionSettings, Profile
 from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.store import Store, check_disk
 from promptmill.types import Manifest, Tally
@@ -83,11 +83,11 @@ class Run:
             run.store.close()
 
     @classmethod
-    def read(cls, profile: Profile, request: RunRequest) -> Run:
-        """The same without lock or servers, for looking only."""
+    def read(cls, profile: Profile, request: RunRequest, cache: Path | None = None) -> Run:
+        """The same without lock or servers, for looking only. `cache`: where a tokenizer may be rebuilt."""
         store = Store(profile)
         model = resolve_model(profile)
-        tokenizer = load_tokenizer(profile, model, store.manifests)
+        tokenizer = load_tokenizer(profile, model, cache or store.manifests)
         return cls(profile, request, model, ChatRenderer(tokenizer, profile.chat), store)
 
     @property
@@ -251,10 +251,15 @@ def check_request(profile: Profile, request: RunRequest) -> None:
         raise ConfigError(f"--limit {request.limit}: a number above 0 is wanted.")
     for part in profile.partitions:
         if not request.partitions or part.name in request.partitions:
-            try:
-                list_files(part.source)
-            except ConfigError as error:
-                raise ConfigError(f"partition {part.name}: {error}") from None
+            check_source(part)
+
+
+def check_source(part: PartitionSettings) -> None:
+    """Raises ConfigError where the partition's source is not there."""
+    try:
+        list_files(part.source)
+    except ConfigError as error:
+        raise ConfigError(f"partition {part.name}: {error}") from None
 
 
 def check_places(profile: Profile) -> None:
