@@ -101,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", _show, "Prompts and their answers, reasoning apart.")
     show.add_argument("id", nargs="?", help="only the row with this id")
     show.add_argument("--partition", metavar="NAME", help="only rows of this partition")
-    show.add_argument("--flag", metavar="NAME", help="only answers with this flag, or of this status")
+    show.add_argument(
+        "--flag",
+        metavar="NAME",
+        help="only answers with this flag or of this status; `rejected` shows rows that cannot be asked",
+    )
     show.add_argument("--random", type=int, metavar="N", help="N rows at random")
     add("doctor", _doctor, "Everything that can be checked before GPU time is spent; starts nothing.")
     add("stop", _stop, "Ask the running run to finish what is in flight, seal and end.")
@@ -297,7 +301,7 @@ def _stop(args: argparse.Namespace) -> int:
     store = Store(load_profile(args.profile, args.overrides))
     holder = store.lock.holder()
     if not holder:
-        print("no run is under way.")
+        print("no run is under way. One that has only just begun is seen once it has loaded the tokenizer.")
         return OK
     store.stop_file.touch()
     print(f"asked to stop: {holder}. It finishes what is in flight; a later run goes on.")

@@ -112,10 +112,10 @@ def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | N
     """The report at the end, and a link to the release."""
     outcome = str(release) if release else "No release."
     lives = f"Server lives: {len(run.servers.lives)}; deaths: {len(run.servers.deaths)}."
+    ended = [life for life in run.servers.lives if life.cause_of_death]
     lives += "".join(
-        f"\n1. {life.server}: {life.cause_of_death}. {life.remedy}."
-        for life in run.servers.lives
-        if life.cause_of_death
+        f"\n{number}. {life.server}: {life.cause_of_death}. {life.remedy}."
+        for number, life in enumerate(ended, 1)
     )
     create_markdown_artifact(
         key="report",

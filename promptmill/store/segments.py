@@ -96,6 +96,15 @@ class Segments:
                 if flag == row["status"] or flag in row["flags"]:
                     yield row["prompt_hash"]
 
+    def flags(self, names: Iterable[str]) -> set[str]:
+        """Every flag that an answer has."""
+        found: set[str] = set()
+        for name in names:
+            found.update(
+                pc.unique(self._read(name, ["flags"]).column("flags").combine_chunks().flatten()).to_pylist()
+            )
+        return found
+
     def lookup(self, hashes: Set[str], names: Iterable[str]) -> Iterator[Answer]:
         """The answers to `hashes`, segment by segment in the order of `names`."""
         wanted = pa.array(sorted(hashes), type=pa.string())
