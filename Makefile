@@ -18,7 +18,7 @@ DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos lint unit bench docs constraints clean
+.PHONY: help demo test test-sglang chaos fuzz lint unit bench docs constraints clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 4
@@ -43,6 +43,10 @@ unit: $(VENV)/.dev
 # faults, of which `unit` plays a selection.
 chaos: $(VENV)/.dev
 	CHAOS_ROUNDS=20 ALL_FAULTS=1 CHAOS_FAULTS=200 $(BIN)/python -m pytest $(LONG) tests/chaos/test_random_faults.py
+
+# Broken and odd files for readers, formats and policies; FUZZ_MINUTES says for how long (10).
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz.readers
 
 test-sglang: $(VENV)/.dev $(SGLANG)/.made
 	SGLANG_UNDER_TEST=real $(BIN)/python -m pytest tests/contract/test_sglang.py tests/flow/test_sglang_run.py

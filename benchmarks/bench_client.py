@@ -30,9 +30,9 @@ ANSWERS_PER_S = 300
 QUICK = "--quick" in sys.argv
 MEMORY_ALONE = "--memory" in sys.argv
 WARM_UP = 1000
-MEASURED = 2000 if QUICK else 4000
+MEASURED = 1500 if QUICK else 4000
 ROUNDS = 1 if QUICK else 3
-MEMORY = (1000, 10_000 if QUICK else 100_000)
+MEMORY = (1000, 5_000 if QUICK else 100_000)
 _IMPORTED = """
 import sys
 import flows.regenerate

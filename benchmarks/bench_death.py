@@ -5,8 +5,8 @@
 Prints one JSON object. A run of 600 prompts with 150 in flight has 20 deaths (SIGKILL) at random moments of a
 full window. `decoded_twice` is what the simulator decoded for prompts, sent or not, less what the answers
 hold. `bound_a_death` is flush interval × throughput + one stream interval a request. `refilled` are the
-tokens of prompts and kept answers that were sent again: they are prefilled, not decoded. --quick: 300 prompts
-with 4 deaths, at twice the speed, and 1 poisonous prompt among 130.
+tokens of prompts and kept answers that were sent again: they are prefilled, not decoded. --quick: 360 prompts
+with 3 deaths, at twice the speed, and 1 poisonous prompt among 130.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tokenizers import Tokenizer
 
 from promptmill.generation.loop import _FLUSH_S
+from promptmill.types import Answer
 from tests.chaos.rogue import Plan, asked, generated
 from tests.chaos.rounds import Moment, Trial, disturb
 from tests.chaos.small_run import durable
@@ -33,7 +34,7 @@ from tests.contract.play import FLAGS, write_prompts
 from tests.contract.sglang_place import Engine, sim_model
 
 QUICK = "--quick" in sys.argv
-DEATHS, IN_FLIGHT, PROMPTS, STREAM_INTERVAL = 4 if QUICK else 20, 150, 300 if QUICK else 600, 32
+DEATHS, IN_FLIGHT, PROMPTS, STREAM_INTERVAL = 3 if QUICK else 20, 150, 360 if QUICK else 600, 32
 POISONED, AMONG = (1, 130) if QUICK else (3, 400)
 SETTINGS = [
     "sampling.temperature=0",
@@ -99,7 +100,12 @@ def run(trial: Trial, moments: list[Moment]) -> int:
 
 
 def outputs_of(trial: Trial) -> dict[str, list[int]]:
-    return {key: answer.output_ids for key, answer in trial.store.lookup(trial.keys()).items()}
+    return {key: answer.output_ids for key, answer in answers_of(trial).items()}
+
+
+def answers_of(trial: Trial) -> dict[str, Answer]:
+    trial.store.refresh()
+    return trial.store.lookup(trial.keys())
 
 
 def with_deaths(trial: Trial, what: str, undisturbed: Trial) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def poisoned(folder: Path, model: Path) -> dict[str, Any]:
     write_prompts(place_, texts)
     trial = place(place_, model, Plan(always=[f"die@token={token}"]), **short)
     status = run(trial, [])
-    answers = trial.store.lookup(trial.keys())
+    answers = answers_of(trial)
     failed = {answer.prompt_hash for answer in answers.values() if answer.status == "failed"}
     guilty_hashes = {answer.prompt_hash for answer in answers.values() if token in answer.prompt_ids}
     named = [words for words in trial.outcome["told"] if "quarantine" in words.lower()]

@@ -174,14 +174,13 @@ def messages(work: Work) -> Iterator[dict[str, str]]:
 
 
 def measure(
-    folder: Path, model: Path, policy: Policy, works: list[Work]
+    path: Path, policy: Policy, manifests: list[Manifest], wanted: dict[str, int]
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Its figures, and output ids by prompt hash."""
-    folder.mkdir()
-    profile = load_profile(str(write(folder, model, works)), policy.settings())
+    folder = path.parent
+    store = f"store.url={folder / policy.name.replace(' ', '-')}"
+    profile = load_profile(str(path), [*policy.settings(), store])
     with in_force(policy), Run.open(profile, RunRequest(), "benchmark") as run:
-        manifests = [prepare(run.preparation(name)) for name in run.partitions]
-        wanted = write_lengths(folder, manifests, works)
         run.accept(manifests)
         with run.mill(manifests) as mill:
             (server,) = run.servers.launch()
@@ -214,6 +213,12 @@ def measure(
     return result, output_ids
 
 
+def prepared(path: Path) -> list[Manifest]:
+    """Once for all policies: they ask the same prompts."""
+    run = Run.read(load_profile(str(path), []), RunRequest())
+    return [prepare(run.preparation(name)) for name in run.partitions]
+
+
 def write_lengths(folder: Path, manifests: Iterable[Manifest], works: list[Work]) -> dict[str, int]:
     """For the server; returns the tokens of an answer by prompt hash."""
     tokens = {work.hash: work.output_tokens for work in works}
@@ -234,9 +239,11 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     outputs = []
     with tempfile.TemporaryDirectory() as name:
-        model = sim_model(Path(name))
-        for n, policy in enumerate(policies):
-            result, ids = measure(Path(name) / str(n), model, policy, works)
+        path = write(Path(name), sim_model(Path(name)), works)
+        manifests = prepared(path)
+        wanted = write_lengths(Path(name), manifests, works)
+        for policy in policies:
+            result, ids = measure(path, policy, manifests, wanted)
             results.append(result)
             outputs.append(ids)
     compare(results, [policy.in_virtual_time(works) for policy in policies])

@@ -36,9 +36,11 @@ An unknown name is an error in each of them. Relative paths start at the working
 settings: the key of a server comes from the variable that `server.api_key_env` names, those of S3 from the
 ordinary AWS variables, files and roles.
 
-Not in effect yet: more than one of `server.replicas`, and prompts from `s3://`, are refused with exit status
-2 before anything is started.
+Not in effect yet: more than one of `server.replicas` is refused with exit status 2 before anything is
+started.
 """
+TOLD: dict[type[BaseModel], str] = {}
+"""The path of a section that is told already: the same class elsewhere is not told twice."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -53,6 +55,9 @@ def section(model: type[BaseModel], title: str, path: str = "") -> Iterator[str]
     yield ""
     yield f"## {title}" if path else "## Top level"
     yield ""
+    if (told := TOLD.setdefault(model, path)) != path:
+        yield f"As `[{told}]`; what is not set here is as there."
+        return
     yield one_line(model.__doc__)
     fields = {info.alias or name: info for name, info in model.model_fields.items()}
     below = {name: info for name, info in fields.items() if as_section(info.annotation)}

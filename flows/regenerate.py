@@ -9,11 +9,10 @@ from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from promptmill import events
-from promptmill.errors import LaunchFailed, LockHeld
-from promptmill.generation.mill import Finished, Mill
+from promptmill.errors import LockHeld
+from promptmill.lives import Steps, keep_served
 from promptmill.profile import load_profile
 from promptmill.run import Run, RunRequest, run_note
-from promptmill.serving.server import Lost
 from promptmill.types import Manifest
 from tasks.generation import generate_partition
 from tasks.prompts import prepare_partition
@@ -92,17 +91,11 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
             for manifest in manifests
         ]
         bars = LiveFigures(mill)
-        while mill.needs_server():
-            ended = _serve(run, mill, manifests, bars)
-            if isinstance(ended, Finished):
-                break
-            verdict = diagnose_server(run.servers, ended)
-            show_lives(run)
-            if not verdict.relaunch:
-                mill.fail(run.servers.gave_up(verdict, ended))
-                break
-            if verdict.wait_s and isinstance(late := mill.wait(verdict.wait_s), Lost):
-                run.servers.let_go(late)
+        steps = Steps(launch_server, health_gate, diagnose_server)
+        for changed in keep_served(run.servers, mill, run.longest_request_tokens(manifests), steps):
+            bars.update()
+            if changed:
+                show_lives(run)
         try:
             for future in answered:
                 future.result()
@@ -111,44 +104,6 @@ def _generate(run: Run, manifests: list[Manifest]) -> str:
             bars.update(always=True)
             show_lives(run)
         return mill.stopping
-
-
-def _serve(
-    run: Run, mill: Mill, manifests: list[Manifest], bars: LiveFigures
-) -> Lost | Finished | LaunchFailed:
-    """One life: launched, let through the gate, and waited for until it is lost or nothing is left to do."""
-    longest = run.longest_request_tokens(manifests)
-    failed = _attach(run, mill, longest)
-    if failed is not None and not mill.is_served():
-        return failed
-    events.tell(events.Resuming(mill.done(), mill.pending()))
-    show_lives(run)
-    while True:
-        ended = mill.wait(timeout_s=1.0)
-        if isinstance(ended, Lost) and (mill.is_served() or not ended.last):
-            run.servers.let_go(ended)
-            show_lives(run)
-        elif ended is not None:
-            return ended
-        elif run.servers.may_return():
-            _attach(run, mill, longest)
-            show_lives(run)
-        bars.update()
-
-
-def _attach(run: Run, mill: Mill, longest: int) -> LaunchFailed | None:
-    """Launch what is missing and lead it through the gate; the last failure, if there was one."""
-    failed: LaunchFailed | None = None
-    try:
-        for server in launch_server(run.servers):
-            try:
-                mill.attach(server, health_gate(run.servers, server, longest))
-            except LaunchFailed as error:
-                failed = error
-                events.tell(events.Notice(str(error).partition("\n")[0]))
-    except LaunchFailed as error:
-        failed = error
-    return failed
 
 
 def _publish(run: Run, manifests: list[Manifest], stopped: str) -> dict[str, Any]:

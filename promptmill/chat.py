@@ -118,6 +118,10 @@ class ChatRenderer:
         shown = sum(text.count(thought) > said.count(thought) for thought in thoughts)
         return "none" if not shown else "all" if shown == len(thoughts) else "some"
 
+    def control_tokens(self) -> list[str]:
+        """The tokens that the tokenizer has added to its vocabulary, flagged as special or not."""
+        return list(self._tokenizer.get_added_vocab())
+
     def fingerprint(self) -> str:
         """Changes with the tokenizer's vocabulary, the template and its arguments."""
         return self._fingerprint

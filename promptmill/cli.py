@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         help="only answers with this flag or of this status; `rejected` shows rows that cannot be asked",
     )
     show.add_argument("--random", type=int, metavar="N", help="N rows at random")
+    reflag = add("reflag", _reflag, "Split and judge all answers anew, from their ids; no server is started.")
+    reflag.add_argument("--dry-run", action="store_true", help="say what would change, and change nothing")
+    reflag.add_argument("--json", action="store_true", help="as one JSON object")
     add("doctor", _doctor, "Everything that can be checked before GPU time is spent; starts nothing.")
     add("stop", _stop, "Ask the running run to finish what is in flight, seal and end.")
     add("settings", _settings, "The resolved settings as JSON, secrets masked.")
@@ -292,6 +295,27 @@ def _show(args: argparse.Namespace) -> int:
     if not shown:
         print("no answer fits.", file=sys.stderr)
     return OK if shown else INCOMPLETE
+
+
+def _reflag(args: argparse.Namespace) -> int:
+    from promptmill.profile import load_profile
+    from promptmill.reflag import reflag
+
+    changes = reflag(load_profile(args.profile, args.overrides), args.dry_run)
+    if args.json:
+        print(json.dumps({"partitions": {name: c.to_json() for name, c in changes.items()}}, indent=1))
+        return OK
+    for name, c in changes.items():
+        print(f"{name}: {c.changed:,} of {c.answers:,} answers judged otherwise, {c.texts:,} with other text")
+        for what, counts in (("status", c.statuses), ("gained", c.gained), ("lost", c.lost)):
+            for value, n in counts.most_common():
+                print(f"  {n:,} {what}: {value}")
+    changed = any(c.changed for c in changes.values())
+    if changed and not args.dry_run:
+        print("promptmill run publishes them as they are judged now.")
+    elif not changes:
+        print("there is no answer yet.")
+    return OK
 
 
 def _stop(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from promptmill import events
+from promptmill.prompts.reasons import with_remedy
 from promptmill.release.card import accounting_table
 from promptmill.types import STATUSES, Tally
 
@@ -110,4 +111,4 @@ def print_accounting(tallies: Sequence[Tally]) -> None:
         Console().print(table)
     for tally in tallies:
         for reason, n in tally.rejected.items():
-            print(f"  {tally.partition}: {n} rejected: {reason}")
+            print(f"  {tally.partition}: {n} rejected: {with_remedy(reason)}")

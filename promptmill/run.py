@@ -137,10 +137,12 @@ class Run:
                 )
         for manifest in manifests:
             manifests_.make_current(manifest, self.store.manifests)
+            if not manifest.rows:
+                events.tell(events.Notice(f"partition {manifest.partition}: its source holds no rows"))
 
     def longest_request_tokens(self, manifests: Sequence[Manifest]) -> int:
         """The longest prompt and its cap: what a server must have room for."""
-        return max((m.longest_prompt + m.max_new_tokens for m in manifests if m.prompts), default=0)
+        return max((m.longest_request for m in manifests if m.prompts), default=0)
 
     def mill(self, manifests: Sequence[Manifest]) -> Mill:
         return Mill(

@@ -205,15 +205,72 @@ class ColumnSettings(Section):
     """Which columns of the source hold what; empty: the usual names are looked for."""
 
     prompt: str = ""
-    """The text, the messages or the turns. Empty: messages, conversations, turns, prompt, question, text,
-    input or instruction, the first that a row has."""
+    """The text, the messages or the turns. Empty: the format's own (docs/formats.md), for `auto` messages,
+    conversations, turns, prompt, question, text, input or instruction, the first that a row has."""
     id: str = ""
     """The row's own id, kept in the release. Empty: id, task_id, question_id, uuid or conversation_id, else
     the row's place."""
     tools: str = ""
-    """Functions that may be called, as a list or as JSON text. Empty: tools."""
+    """Functions that may be called, as a list or as JSON text. Empty: tools; for `bfcl` function."""
     system: str = ""
     """A system message to put first. Empty: none."""
+
+
+class PolicySettings(Section):
+    """What is done with rows that are not as one would wish. `promptmill plan` counts what each of these
+    changed or rejected; docs/formats.md has the reasons of rejects and what to do."""
+
+    last_assistant: Literal["drop", "reject"] = "drop"
+    """A conversation that ends with the assistant's turn: `drop` answers that turn anew."""
+    empty_content: Literal["reject", "drop"] = "reject"
+    """A message without content that calls no tool: the row is rejected, or with `drop` the message left out.
+    The message that asks for an answer is never left out: where it is empty, the row is rejected."""
+    unknown_role: Literal["reject", "drop"] = "reject"
+    """A message of a role that is not known: the row is rejected, or the message left out."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
+    """More names of roles, e.g. { bing = "assistant" }."""
+    orphan_tool: Literal["reject", "keep", "drop"] = "reject"
+    """A tool's result for the id of a call that was not made before it."""
+    same_role: Literal["keep", "merge", "reject"] = "keep"
+    """Consecutive messages of one role, tools' results aside: `merge` joins them with an empty line."""
+    system_not_first: Literal["keep", "reject"] = "keep"
+    """A system message behind the start of the conversation."""
+    unsupported_modality: Literal["reject", "drop"] = "reject"
+    """An image, a sound or the like: the row is rejected, or the part left out and the text asked alone."""
+    control_tokens: Literal["reject", "keep"] = "reject"
+    """Text that holds a token which the tokenizer has for control, such as <|im_end|>: it would become that
+    very id. An assistant's earlier reasoning markers are left to the template."""
+    surrogates: Literal["replace", "reject"] = "replace"
+    """Half of a surrogate pair anywhere in the row, which no text can hold: it becomes U+FFFD."""
+    nul: Literal["keep", "drop", "reject"] = "keep"
+    """A NUL character in the text: kept, left out, or the row rejected."""
+    too_long: Literal["reject", "shrink"] = "reject"
+    """A prompt that leaves no room for max_new_tokens in the model's context: `shrink` asks it for as many as
+    there is room for. Of a conversation with several turns that goes by the first."""
+    shrink_to_at_least: int = Field(default=256, ge=1)
+    """What `shrink` must leave for the answer; a row with less room is rejected."""
+    duplicates: Literal["join", "reject"] = "join"
+    """A row that asks what an earlier one of its partition asks: `join` answers once and gives the answer to
+    each, `reject` leaves the later ones out."""
+
+
+class FilterSettings(Section):
+    """A condition on a column; rows that do not meet all of them are rejected as `filtered_out`."""
+
+    column: str = Field(min_length=1)
+    """Its name."""
+    at_least: float | None = None
+    """The value as a number, written as text or not, is this or more."""
+    at_most: float | None = None
+    """The value as a number is this or less."""
+    one_of: list[str] = []
+    """The value as text is one of these."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> FilterSettings:
+        if self.at_least is None and self.at_most is None and not self.one_of:
+            raise ValueError("set at_least, at_most or one_of")
+        return self
 
 
 class PartitionSettings(Section):
@@ -222,11 +279,16 @@ class PartitionSettings(Section):
     name: Name
     """Stands in the release's file names and in overrides."""
     source: str
-    """A file, a directory or a glob: .jsonl, .json, .parquet, also .gz and .zst."""
-    format: Literal["auto", "messages", "text", "turns"] = "auto"
-    """What the prompt column holds: `messages` lists of role and content, `text` one user message, `turns` a
-    list of user messages to be asked in turn. `auto` goes by the first row."""
+    """A file, a directory or a glob: .jsonl, .json, .parquet, also .gz and .zst. On a local disk, at
+    s3://bucket/path, or in a data set of the hub at hf://datasets/owner/name[@revision][/path]."""
+    format: Literal["auto", "messages", "sharegpt", "text", "turns", "glaive", "opencodeinstruct", "bfcl"] = (
+        "auto"
+    )
+    """How a row is read: `messages` lists of role and content, `sharegpt` of from and value, `text` one user
+    message, `turns` a list of user messages to be asked in turn, `glaive` a transcript, `opencodeinstruct`
+    and `bfcl` as those data sets are. `auto` goes by the first row that tells, and plan says it."""
     columns: ColumnSettings = ColumnSettings()
+    where: list[FilterSettings] = []
     length_class: str = Field(default="short", alias="class")
     """A name under [classes]."""
     weight: float = Field(default=1.0, gt=0)
@@ -234,8 +296,10 @@ class PartitionSettings(Section):
     pace of the others until it is through."""
     mode: Literal["last_turn", "rollout"] | None = None
     """`last_turn` answers the conversation as it stands, without a final assistant turn; `rollout` answers
-    every turn anew on its own history. Default: rollout for `turns`, else last_turn."""
+    every turn anew on its own history. Default: rollout for `turns` and `bfcl`, else last_turn."""
     sampling: SamplingOverride = SamplingOverride()
+    policies: PolicySettings = PolicySettings()
+    """What is not set here is as in [policies]."""
 
     def mode_of(self, format: str) -> str:
         """The mode, of rows in this format where none is set."""
@@ -289,6 +353,7 @@ class Profile(BaseSettings):
     run: RunSettings = RunSettings()
     sampling: SamplingSettings = SamplingSettings()
     classes: dict[str, ClassSettings] = {"short": ClassSettings()}
+    policies: PolicySettings = PolicySettings()
     partitions: list[PartitionSettings] = Field(min_length=1)
     store: StoreSettings = StoreSettings()
     release: ReleaseSettings = ReleaseSettings()
@@ -313,6 +378,22 @@ class Profile(BaseSettings):
         if isinstance(value, Mapping):
             return [{"name": name, **table} for name, table in value.items()]
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policies_of_all(cls, data: Any) -> Any:
+        """Each partition's policies are the profile's and its own; what has another shape is told later."""
+        shared, parts = data.get("policies"), data.get("partitions")
+        if not isinstance(shared, Mapping):
+            return data
+        if isinstance(parts, Mapping):
+            return {
+                **data,
+                "partitions": {name: _with_policies(part, shared) for name, part in parts.items()},
+            }
+        if isinstance(parts, list):
+            return {**data, "partitions": [_with_policies(part, shared) for part in parts]}
+        return data
 
     @model_validator(mode="after")
     def _names_fit(self) -> Profile:
@@ -376,3 +457,8 @@ def _mask_argument(command: Sequence[str], i: int) -> str:
         return f"{flag}=***"
     before = command[i - 1] if i else ""
     return "***" if before.startswith("--") and "=" not in before and _SECRET.search(before) else command[i]
+
+
+def _with_policies(part: Any, shared: Mapping[str, Any]) -> Any:
+    own = part.get("policies", {}) if isinstance(part, Mapping) else None
+    return {**part, "policies": {**shared, **own}} if isinstance(own, Mapping) else part

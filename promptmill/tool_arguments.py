@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from promptmill.errors import PromptRejected
-from promptmill.prompts.sources import loads
+from promptmill.prompts.json_text import loads
 from promptmill.types import Message
 
 Form = Literal["as_given", "mapping", "text"]

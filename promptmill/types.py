@@ -75,6 +75,8 @@ class Manifest:
     rejects_path: str
     """JSON lines: location, reason, detail."""
     format: str
+    column: str
+    """Where the prompts stand, as `auto` found it or as it was set; empty where the format decides."""
     rows: int
     """Rows read: prompts + rejects."""
     prompts: int
@@ -82,13 +84,22 @@ class Manifest:
     """Count by reason."""
     examples: list[str]
     """At most three rejects a reason, as one line of text each."""
+    notes: dict[str, int]
+    """Prompts that a policy did something to, by what it did: a name in `policies.NOTES`."""
     prompt_tokens: int
     longest_prompt: int
+    longest_request: int
+    """Tokens of a prompt and the cap on its answer, at most."""
     digest: str
     """Hash of all prompt hashes, in order."""
     max_new_tokens: int
     identity: dict[str, Any]
     """What the prompt hashes cover besides the prompts, by setting."""
+
+    @property
+    def kind(self) -> str:
+        """How its rows were read, in words."""
+        return f"{self.format} in {self.column}" if self.column else self.format
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +123,8 @@ class PromptRow:
     """The rendered first turn."""
     prompt_hashes: list[list[str]]
     """By sample and turn."""
+    max_new_tokens: int | None = None
+    """The cap on its answers, where that is lower than the partition's: there is no room for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +225,8 @@ class Tally:
     partition: str
     counts: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    """As in the manifest."""
 
     @property
     def rows(self) -> int:

@@ -88,6 +88,8 @@ def make_profile(folder: Path, **sections: Any) -> Profile:
 class StubRenderer:
     """Renders a message to the bytes of its text; enough for a manifest and a release, with no tokenizer."""
 
+    marker_texts = ("", "")
+
     def render(self, messages: Sequence[dict[str, Any]], tools: object) -> list[int]:
         return list("\n".join(m["content"] for m in messages).encode())
 
@@ -102,6 +104,9 @@ class StubRenderer:
 
     def shows_reasoning(self, messages: object, prompt_ids: object) -> None:
         return None
+
+    def control_tokens(self) -> list[str]:
+        return []
 
 
 def make_manifest(folder: Path, rows: Sequence[Any], **sections: Any) -> Manifest:

@@ -55,8 +55,10 @@ def write(folder: Path, name: str, words: list[str], run: Run, prompts: int, cap
             writer.write_batch(manifests._to_arrow(rows))
     (folder / f"{name}-prompts.json").write_text(json.dumps(ids))
     return Manifest(
-        partition="A_text", key=name, path=str(path), rejects_path="", format="text", rows=prompts,
-        prompts=prompts, rejected={}, examples=[], prompt_tokens=0, longest_prompt=max(map(len, known)),
+        partition="A_text", key=name, path=str(path), rejects_path="", format="text", column="", rows=prompts,
+        prompts=prompts, rejected={}, examples=[], notes={}, prompt_tokens=0,
+        longest_prompt=max(map(len, known)),
+        longest_request=max(map(len, known)) + cap,
         digest="", max_new_tokens=cap, identity={},
     )  # fmt: skip
 

@@ -171,7 +171,8 @@ class Asking:
         self._close(stream)
         self._keep([piece] if (piece := stream.new_piece()) else [])
         prompt = stream.prompt
-        return replace(prompt, partial=part.kept([*prompt.partial, *stream.received]))
+        kept = part.kept([*prompt.partial, *stream.received])
+        return replace(prompt, partial=kept[: prompt.max_new_tokens - 1])
 
     def _close(self, stream: _Stream) -> None:
         self._streams.discard(stream)

@@ -56,7 +56,7 @@ class PromptMaker:
         partials = self._store.partials(self._manifest.partition)
         for row in read_prompts(self._manifest, lambda keys: self._progress(keys).pending_rows()):
             for sample, hashes in enumerate(row.prompt_hashes):
-                turn = next_pending(self._store, hashes, self._manifest.max_new_tokens, self._retry_failed)
+                turn = next_pending(self._store, hashes, self._cap(row), self._retry_failed)
                 if turn is None:
                     continue
                 prompt = self._first(row, sample)
@@ -68,7 +68,7 @@ class PromptMaker:
                 except PromptRejected as error:
                     prompt = _unrenderable(prompt, error)
                 if partial := partials.get(prompt.prompt_hash):
-                    prompt = replace(prompt, partial=self._kept(partial))
+                    prompt = replace(prompt, partial=self._kept(partial)[: prompt.max_new_tokens - 1])
                 yield prompt
 
     def following(self, prompt: Prompt, answer: Answer) -> Prompt | None:
@@ -87,10 +87,13 @@ class PromptMaker:
             input_ids=row.input_ids,
             sample=sample,
             turn=0,
-            max_new_tokens=self._manifest.max_new_tokens,
+            max_new_tokens=self._cap(row),
             row=row,
             messages=row.turns[0],
         )
+
+    def _cap(self, row: PromptRow) -> int:
+        return row.max_new_tokens or self._manifest.max_new_tokens
 
     def _next(self, prompt: Prompt, answer: Answer) -> Prompt:
         turn = prompt.turn + 1
@@ -138,6 +141,8 @@ class Recorder:
             return self._without_ids(prompt, completion, texts, server)
         split = self._renderer.split(prompt.input_ids, completion.output_ids)
         status, flags = judge(completion, split, prompt.max_new_tokens)
+        if status == "truncated" and prompt.row.max_new_tokens:
+            flags.append("shrunk")  # the context had no room for the partition's cap
         return self._record(
             prompt,
             server,

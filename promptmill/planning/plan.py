@@ -12,6 +12,8 @@ from promptmill.generation.picker import PRIOR_TOKENS
 from promptmill.planning.estimate import NIGHT_HOURS, Estimate, Servers, estimate, longest_request
 from promptmill.planning.survey import BOUNDS, Survey, survey
 from promptmill.prompts.manifest import make_current, prepare
+from promptmill.prompts.policies import NOTES
+from promptmill.prompts.reasons import with_remedy
 from promptmill.run import Redo, Run, check_rendered
 from promptmill.serving import command
 from promptmill.settings import Profile
@@ -155,13 +157,15 @@ def _part_lines(part: Part) -> Iterator[str]:
     survey, manifest = part.survey, part.survey.manifest
     chosen = ", chosen by auto" if part.asked_format == "auto" and manifest.format != "auto" else ""
     yield (
-        f"{manifest.partition}: {manifest.rows:,} rows ({manifest.format}{chosen}), "
+        f"{manifest.partition}: {manifest.rows:,} rows ({manifest.kind}{chosen}), "
         f"{manifest.prompts:,} prompts, {manifest.prompt_tokens:,} tokens, "
         f"longest {manifest.longest_prompt:,}; {part.tally.pending:,} pending, "
         f"at most {manifest.max_new_tokens:,} new tokens each"
     )
+    for note, n in manifest.notes.items():
+        yield f"  {n:,} {note}: {NOTES[note]}"
     for reason, n in manifest.rejected.items():
-        yield f"  {n:,} rejected: {reason}"
+        yield f"  {n:,} rejected: {with_remedy(reason)}"
     for example in manifest.examples:
         yield f"    {example}"
     if part.refused:
@@ -177,8 +181,9 @@ def _part_lines(part: Part) -> Iterator[str]:
             f"  {survey.family_count():,} families that begin alike: "
             f"{share:.0%} of the prompt tokens can come from the server's cache"
         )
-    if repeats := int(survey.repeats.sum()):
-        yield f"  {repeats:,} rows repeat another one: they are answered by its answer"
+    elsewhere = int(survey.repeats.sum()) - manifest.notes.get("duplicate_joined", 0)
+    if elsewhere > 0:
+        yield f"  {elsewhere:,} rows repeat one of another partition: they are answered by its answer"
 
 
 def _histogram(survey: Survey) -> str:

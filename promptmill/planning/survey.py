@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from promptmill.generation.order import family_of_start
-from promptmill.prompts import sources
+from promptmill.prompts import json_text
 from promptmill.prompts.hashing import DIGEST, Digests
 from promptmill.prompts.manifest import read_key_arrays
 from promptmill.store.store import Store
@@ -101,7 +101,7 @@ def _families(manifest: Manifest, rows: int) -> Ints:
         texts = zip(batch.column("turns").to_pylist(), batch.column("tools").to_pylist(), strict=True)
         for turns, tools in texts:
             if tools or '"system"' in turns:  # most rows have neither, and are not parsed for it
-                start = family_of_start(sources.loads(turns)[0], sources.loads(tools) if tools else None)
+                start = family_of_start(json_text.loads(turns)[0], json_text.loads(tools) if tools else None)
                 if start is not None:
                     families[row] = numbers.setdefault(start, len(numbers))
             row += 1

@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,15 @@ import pyarrow.parquet as pq
 from promptmill.chat import ChatRenderer
 from promptmill.files import written_whole
 from promptmill.model import Model
-from promptmill.prompts import sources
+from promptmill.prompts import formats, json_text, sources
 from promptmill.prompts.hashing import SCHEMA_VERSION, Digests, RunningDigest, digests
+from promptmill.prompts.readers import read_rows
 from promptmill.prompts.rows import RowReader
 from promptmill.settings import PartitionSettings, Profile
 from promptmill.types import Manifest, PromptRow, Reject
+
+FILES_VERSION = 2
+"""Raised when what lies in a manifest's files changes: they are made anew, and prompt hashes stay."""
 
 _BATCH = 1000
 _BATCH_TOKENS = 500_000
@@ -37,6 +41,7 @@ _BATCH_TOKENS = 500_000
 _AT_A_TIME = 100
 _ROWS_OF_KEYS = 10_000
 _EXAMPLES = 3
+_KEY_COLUMNS = ["prompt_hashes", "max_new_tokens"]
 _SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -46,6 +51,7 @@ _SCHEMA = pa.schema(
         ("tools", pa.large_string()),
         ("input_ids", pa.large_list(pa.int32())),
         ("prompt_hashes", pa.list_(pa.list_(pa.string()))),
+        ("max_new_tokens", pa.int32()),
     ]
 )
 
@@ -78,7 +84,7 @@ class Preparation:
         """A hash of what the manifest depends on. Raises ConfigError where there is no source."""
         files = sources.list_files(self.partition.source)
         parts = {
-            "schema": SCHEMA_VERSION,
+            "schema": [SCHEMA_VERSION, FILES_VERSION],
             "files": sources.fingerprint(files),
             "partition": self.partition.model_dump(mode="json", exclude={"weight"}),
             "model": [self.model.name, self.model.revision],
@@ -103,23 +109,27 @@ def prepare(preparation: Preparation) -> Manifest:
     part = preparation.partition
     key = preparation.key()
     path, rejects_path = preparation.paths()
-    summary = _Summary()
+    cap = preparation.profile.max_new_tokens(part)
+    summary = _Summary(cap)
     with written_whole(path) as prompts_file, written_whole(rejects_path) as rejects_file:
-        fmt = _write(preparation, summary, prompts_file, rejects_file)
+        chosen = _write(preparation, summary, prompts_file, rejects_file)
     return Manifest(
         partition=part.name,
         key=key,
         path=str(path),
         rejects_path=str(rejects_path),
-        format=fmt,
+        format=chosen.format,
+        column=chosen.column,
         rows=summary.prompts + summary.rejected.total(),
         prompts=summary.prompts,
         rejected=dict(summary.rejected.most_common()),
         examples=summary.examples,
+        notes=dict(summary.notes.most_common()),
         prompt_tokens=summary.tokens,
         longest_prompt=summary.longest,
+        longest_request=summary.longest_request,
         digest=summary.hashes.hexdigest(),
-        max_new_tokens=preparation.profile.max_new_tokens(part),
+        max_new_tokens=cap,
         identity=preparation.identity(),
     )
 
@@ -158,6 +168,14 @@ class Keys:
     """Where each sample's turns start among the digests."""
     rows: npt.NDArray[np.int64]
     """Where each row's samples start among the chains."""
+    caps: dict[int, int] = field(default_factory=dict)
+    """max_new_tokens of the few rows that have less than the partition's, by place."""
+
+    def of_row(self, row: int) -> slice:
+        """Where the digests of a row are."""
+        first, after = self.rows[row], self.rows[row + 1] if row + 1 < len(self.rows) else len(self.chains)
+        end = self.chains[after] if after < len(self.chains) else len(self.digests)
+        return slice(int(self.chains[first]), int(end))
 
 
 Wanted = Callable[[Keys], npt.NDArray[np.bool_]]
@@ -173,8 +191,8 @@ def read_prompts(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[P
         for group in range(file.num_row_groups):
             chosen: Any = None
             if wanted is not None:
-                column = file.read_row_group(group, columns=["prompt_hashes"]).column(0).combine_chunks()
-                chosen = _where(wanted(_keys(column))) if len(column) else []
+                keys = file.read_row_group(group, columns=_KEY_COLUMNS).combine_chunks()
+                chosen = _where(wanted(_keys(keys.to_batches()[0]))) if len(keys) else []
                 if not len(chosen):
                     continue
             table = file.read_row_group(group)
@@ -187,37 +205,43 @@ def read_prompts(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[P
                         row=row["row"],
                         id=row["id"],
                         location=row["location"],
-                        turns=sources.loads(row["turns"]),
-                        tools=sources.loads(row["tools"]) if row["tools"] else None,
+                        turns=json_text.loads(row["turns"]),
+                        tools=json_text.loads(row["tools"]) if row["tools"] else None,
                         input_ids=row["input_ids"],
                         prompt_hashes=row["prompt_hashes"],
+                        max_new_tokens=row["max_new_tokens"],
                     )
 
 
 def read_keys(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[list[list[str]]]:
     """The prompt hashes of every prompt in input order, by sample and turn; of the `wanted` ones alone."""
-    for column in _key_columns(manifest):
+    for batch in _key_batches(manifest):
+        hashes = batch.column("prompt_hashes")
         if wanted is not None:
-            column = column.take(_where(wanted(_keys(column))))
-        yield from column.to_pylist()
+            hashes = hashes.take(_where(wanted(_keys(batch))))
+        yield from hashes.to_pylist()
 
 
 def read_key_arrays(manifest: Manifest) -> Iterator[Keys]:
     """The same of all prompts as arrays, some thousand rows at a time."""
-    return map(_keys, _key_columns(manifest))
+    return map(_keys, _key_batches(manifest))
 
 
-def _key_columns(manifest: Manifest) -> Iterator[Any]:
-    """That one column of the file, in pieces that are not empty."""
+def _key_batches(manifest: Manifest) -> Iterator[Any]:
+    """What of the file says how far it is, in pieces that are not empty."""
     with pq.ParquetFile(manifest.path) as file:
-        for batch in file.iter_batches(_ROWS_OF_KEYS, columns=["prompt_hashes"], use_threads=False):
+        for batch in file.iter_batches(_ROWS_OF_KEYS, columns=_KEY_COLUMNS, use_threads=False):
             if len(batch):
-                yield batch.column("prompt_hashes")
+                yield batch
 
 
-def _keys(column: Any) -> Keys:
-    samples = column.flatten()
-    return Keys(digests(samples.flatten()), _starts(samples), _starts(column))
+def _keys(batch: Any) -> Keys:
+    rows, caps = batch.column("prompt_hashes"), batch.column("max_new_tokens")
+    samples = rows.flatten()
+    lowered = {}
+    if caps.null_count < len(caps):
+        lowered = {place: cap for place, cap in enumerate(caps.to_pylist()) if cap is not None}
+    return Keys(digests(samples.flatten()), _starts(samples), _starts(rows), lowered)
 
 
 def _starts(lists: Any) -> npt.NDArray[np.int64]:
@@ -240,18 +264,24 @@ def read_rejects(manifest: Manifest) -> Iterator[Reject]:
 
 
 class _Summary:
-    def __init__(self) -> None:
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
         self.prompts = 0
         self.tokens = 0
         self.longest = 0
+        self.longest_request = 0
         self.hashes = RunningDigest()
         self.rejected: Counter[str] = Counter()
         self.examples: list[str] = []
+        self.notes: Counter[str] = Counter()
 
-    def add(self, row: PromptRow) -> None:
+    def add(self, row: PromptRow, notes: set[str]) -> None:
         self.prompts += 1
+        self.notes.update(notes)
         self.tokens += len(row.input_ids)
         self.longest = max(self.longest, len(row.input_ids))
+        request = len(row.input_ids) + (row.max_new_tokens or self._cap)
+        self.longest_request = max(self.longest_request, request)
         for chain in row.prompt_hashes:
             self.hashes.update(chain)
 
@@ -261,33 +291,37 @@ class _Summary:
             self.examples.append(f"{reject.location}: {reject.reason}: {reject.detail}"[:400])
 
 
-def _write(preparation: Preparation, summary: _Summary, prompts_file: Any, rejects_file: Any) -> str:
+def _write(
+    preparation: Preparation, summary: _Summary, prompts_file: Any, rejects_file: Any
+) -> formats.Choice:
     """Stream the source into the two files; returns the format that was used."""
-    rows = sources.read_rows(sources.list_files(preparation.partition.source))
+    part = preparation.partition
+    rows = islice(read_rows(sources.list_files(part.source)), preparation.limit)
     reader = RowReader(preparation)
     batch: list[PromptRow] = []
     tokens = 0
     with pq.ParquetWriter(prompts_file, _SCHEMA, compression="zstd") as writer:
-        for result in reader.read(islice(rows, preparation.limit)):
+        for result in reader.read(rows):
             if isinstance(result, Reject):
                 summary.reject(result)
-                rejects_file.write(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE))
+                rejects_file.write(_line(result))
                 continue
-            summary.add(result)
-            batch.append(result)
-            tokens += len(result.input_ids)
+            summary.add(*result)
+            batch.append(result[0])
+            tokens += len(result[0].input_ids)
             if len(batch) == _BATCH or tokens >= _BATCH_TOKENS:
                 writer.write_batch(_to_arrow(batch))
                 batch, tokens = [], 0
         writer.write_batch(_to_arrow(batch))
-    return reader.format
+    return reader.chosen
 
 
-def _dumps(value: Any) -> str:
+def _line(reject: Reject) -> bytes:
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # nested over 254 levels, or an integer over 64 bits: json reads both
-        return json.dumps(value, ensure_ascii=False)
+        return orjson.dumps(reject, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # a detail that quotes what cannot be encoded
+        detail = reject.detail.encode("utf-8", "replace").decode()
+        return orjson.dumps(replace(reject, detail=detail), option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _to_arrow(rows: list[PromptRow]) -> pa.RecordBatch:
@@ -295,10 +329,11 @@ def _to_arrow(rows: list[PromptRow]) -> pa.RecordBatch:
         "row": [r.row for r in rows],
         "id": [r.id for r in rows],
         "location": [r.location for r in rows],
-        "turns": [_dumps(r.turns) for r in rows],
-        "tools": [_dumps(r.tools) if r.tools else None for r in rows],
+        "turns": [json_text.dumps(r.turns) for r in rows],
+        "tools": [json_text.dumps(r.tools) if r.tools else None for r in rows],
         "input_ids": [r.input_ids for r in rows],
         "prompt_hashes": [r.prompt_hashes for r in rows],
+        "max_new_tokens": [r.max_new_tokens for r in rows],
     }
     arrays = [pa.array(columns[field.name], type=field.type) for field in _SCHEMA]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)

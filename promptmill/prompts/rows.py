@@ -1,15 +1,21 @@
-"""Raw rows to prompt rows, some hundred at a time: while these are hashed, the next are rendered."""
+"""Raw rows to prompt rows: read by their format, under the partition's policies, rendered and hashed.
+
+Some hundred at a time: while these are hashed and written, the next are rendered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from promptmill.errors import ConfigError, PromptRejected
-from promptmill.prompts import formats
-from promptmill.prompts.hashing import PromptHasher
-from promptmill.prompts.sources import RawRow
+from promptmill.prompts import formats, where
+from promptmill.prompts.control import ControlTokens
+from promptmill.prompts.formats.row import Row
+from promptmill.prompts.hashing import PromptHasher, digest
+from promptmill.prompts.readers import RawRow
 from promptmill.types import Conversation, PromptRow, Reject
 
 if TYPE_CHECKING:
@@ -20,20 +26,32 @@ U = TypeVar("U")
 
 _CHUNK_ROWS = 200
 _CHUNK_CHARACTERS = 1_000_000
+_DETAIL = 1000
 
-Understood = list[tuple[int, Conversation | Reject]]
-"""Rows with their positions, before they are rendered."""
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A row that is a conversation, before it is rendered."""
+
+    index: int
+    conversation: Conversation
+    row: Row
+
+
+Prepared = tuple[PromptRow, set[str]]
+"""A prompt, and what policies did to its row."""
+Chunk = list[Understood | Reject]
 Rendered = list[list[int] | PromptRejected]
-"""Of the conversations among them, in order."""
+"""Of the conversations of a chunk, in order."""
 
 
 class RowReader:
-    """Reads the rows of one partition, once."""
+    """Reads the rows of one partition, in order, once."""
 
     def __init__(self, preparation: Preparation) -> None:
         profile, part = preparation.profile, preparation.partition
-        self.format: str = part.format
-        """What `auto` chose, once a row could tell."""
+        self.chosen = formats.Choice(part.format, part.columns.prompt)
+        """The format; what `auto` chose, once a row could tell."""
         self._part = part
         self._renderer = preparation.renderer
         sampling = profile.sampling_for(part)
@@ -42,59 +60,79 @@ class RowReader:
         self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
+        renderer = preparation.renderer
+        self._control = ControlTokens(renderer.control_tokens(), renderer.marker_texts)
+        self._asked: set[bytes] = set()
 
-    def read(self, rows: Iterable[RawRow | Reject]) -> Iterator[PromptRow | Reject]:
+    def read(self, rows: Iterable[RawRow | Reject]) -> Iterator[Prepared | Reject]:
         """Every row in its order. Raises ConfigError where no format fits the rows at all."""
         with ThreadPoolExecutor(1, "render") as pool:
-            for understood, rendered in _one_ahead(pool, self._render, self._chunks(rows)):
+            for chunk, rendered in _one_ahead(pool, self._render, self._chunks(rows)):
                 ids = iter(rendered)
-                for index, item in understood:
-                    yield item if isinstance(item, Reject) else self._row(index, item, next(ids))
+                for item in chunk:
+                    yield item if isinstance(item, Reject) else self._prepared(item, next(ids))
 
-    def _chunks(self, rows: Iterable[RawRow | Reject]) -> Iterator[Understood]:
-        chunk: Understood = []
+    def _chunks(self, rows: Iterable[RawRow | Reject]) -> Iterator[Chunk]:
+        chunk: Chunk = []
         characters = 0
         for index, raw in enumerate(rows):
-            item = raw if isinstance(raw, Reject) else self._understand(raw)
-            chunk.append((index, item))
-            if isinstance(item, Conversation):
-                characters += sum(len(message["content"]) for message in item.turns[0])
+            item = _cut(raw) if isinstance(raw, Reject) else self._understood(index, raw)
+            chunk.append(item)
+            if isinstance(item, Understood):
+                characters += sum(len(message["content"]) for message in item.conversation.turns[0])
             if len(chunk) == _CHUNK_ROWS or characters >= _CHUNK_CHARACTERS:
                 yield chunk
                 chunk, characters = [], 0
         yield chunk
 
-    def _understand(self, raw: RawRow) -> Conversation | Reject:
+    def _understood(self, index: int, raw: RawRow) -> Understood | Reject:
+        row = Row(raw.data, raw.location, self._part.columns, self._part.policies)
         try:
-            if self.format == "auto":
-                self.format = self._choose(raw)
-            return formats.to_conversation(raw, self.format, self._part.columns, self._part.mode)
+            if self.chosen.format == "auto":
+                self.chosen = self._choose(row)
+            where.check(raw.data, self._part.where)
+            if raw.replaced:
+                row.note_surrogates()
+            conversation = formats.to_conversation(row, self.chosen.format, self._part.mode)
+            self._check_control(conversation, row)
         except PromptRejected as error:
-            return Reject(raw.location, error.reason, error.detail)
+            return _cut(Reject(raw.location, error.reason, error.detail))
+        return Understood(index, conversation, row)
 
-    def _choose(self, raw: RawRow) -> str:
+    def _choose(self, row: Row) -> formats.Choice:
         try:
-            return formats.choose_format(raw.data, self._part.columns)
+            return formats.choose_format(row)
         except ConfigError as error:
-            raise ConfigError(f"partition {self._part.name}: {raw.location}: {error}") from None
+            raise ConfigError(f"partition {self._part.name}: {row.location}: {error}") from None
 
-    def _render(self, chunk: Understood) -> Rendered:
-        conversations = (item for _, item in chunk if isinstance(item, Conversation))
+    def _render(self, chunk: Chunk) -> Rendered:
+        conversations = (item.conversation for item in chunk if isinstance(item, Understood))
         return self._renderer.render_many([(said.turns[0], said.tools) for said in conversations])
 
-    def _row(
-        self, index: int, conversation: Conversation, ids: list[int] | PromptRejected
-    ) -> PromptRow | Reject:
-        if not isinstance(ids, PromptRejected) and self._is_too_long(len(ids)):
-            ids = PromptRejected(
-                "too_long", f"{len(ids)} prompt tokens + {self._cap} to answer exceed {self._context}"
-            )
-        if isinstance(ids, PromptRejected):
-            return Reject(conversation.location, ids.reason, ids.detail)
+    def _prepared(self, item: Understood, ids: list[int] | PromptRejected) -> Prepared | Reject:
+        try:
+            if isinstance(ids, PromptRejected):
+                raise ids
+            return self._hashed(item, ids), item.row.notes
+        except PromptRejected as error:
+            return _cut(Reject(item.row.location, error.reason, error.detail))
+
+    def _hashed(self, item: Understood, ids: list[int]) -> PromptRow:
+        """Raises PromptRejected."""
+        conversation = item.conversation
+        cap = self._room(len(ids), item.row)
         later = conversation.turns[1:]
         hashes = [self._hash.chain(self._first(conversation, ids, sample), later) for sample in self._samples]
+        self._check_asked(hashes[0][-1], item.row)
         return PromptRow(
-            index, conversation.id, conversation.location, conversation.turns, conversation.tools, ids, hashes
+            row=item.index,
+            id=conversation.id,
+            location=conversation.location,
+            turns=conversation.turns,
+            tools=conversation.tools,
+            input_ids=ids,
+            prompt_hashes=hashes,
+            max_new_tokens=cap,
         )
 
     def _first(self, conversation: Conversation, ids: list[int], sample: int) -> str:
@@ -102,8 +140,36 @@ class RowReader:
             return self._hash(ids, sample)
         return self._hash.of_messages(conversation.turns[0], conversation.tools, self._chat, sample)
 
-    def _is_too_long(self, tokens: int) -> bool:
-        return self._context is not None and tokens + self._cap > self._context
+    def _check_control(self, conversation: Conversation, row: Row) -> None:
+        if token := self._control.find(conversation.turns, conversation.tools):
+            if row.policies.control_tokens == "reject":
+                raise PromptRejected("control_token", f"the text holds {token!r}, which is one token")
+            row.notes.add("control_tokens_kept")
+
+    def _room(self, tokens: int, row: Row) -> int | None:
+        """What the row's answer is capped at, where that is less than the partition's cap."""
+        if self._context is None or tokens + self._cap <= self._context:
+            return None
+        room = self._context - tokens
+        if row.policies.too_long == "reject" or room < row.policies.shrink_to_at_least:
+            raise PromptRejected(
+                "too_long", f"{tokens} prompt tokens + {self._cap} to answer exceed {self._context}"
+            )
+        row.notes.add("too_long_shrunk")
+        return room
+
+    def _check_asked(self, prompt_hash: str, row: Row) -> None:
+        key = digest(prompt_hash)
+        if key not in self._asked:
+            self._asked.add(key)
+        elif row.policies.duplicates == "reject":
+            raise PromptRejected("duplicate", "an earlier row asks the same")
+        else:
+            row.notes.add("duplicate_joined")
+
+
+def _cut(reject: Reject) -> Reject:
+    return Reject(reject.location, reject.reason, reject.detail[:_DETAIL])
 
 
 def _one_ahead(pool: Executor, work: Callable[[T], U], items: Iterable[T]) -> Iterator[tuple[T, U]]:

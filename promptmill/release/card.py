@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from promptmill.prompts.policies import NOTES
 from promptmill.types import STATUSES, Tally
 
 _TEMPLATE = """---
@@ -35,6 +36,12 @@ rows = load_dataset("<this folder>", "{first_view}", split="train")
 ## Rejected
 
 {rejected}
+
+## Policies
+
+Prompts that were changed, or kept although they were odd.
+
+{noted}
 """
 
 
@@ -63,6 +70,7 @@ def write_card(
         accounting=accounting_table(tallies),
         rows="\n".join(f"- `{view}`: {n:,}" for view, n in views.items()),
         rejected=reject_list(tallies),
+        noted=note_list(tallies),
     )
 
 
@@ -81,4 +89,9 @@ def reject_list(tallies: Sequence[Tally]) -> str:
     lines = [
         f"- {tally.partition}: {n:,} {reason}" for tally in tallies for reason, n in tally.rejected.items()
     ]
+    return "\n".join(lines) or "None."
+
+
+def note_list(tallies: Sequence[Tally]) -> str:
+    lines = [f"- {t.partition}: {n:,} {note}: {NOTES[note]}" for t in tallies for note, n in t.notes.items()]
     return "\n".join(lines) or "None."

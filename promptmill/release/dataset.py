@@ -188,6 +188,7 @@ class _Publisher:
             "partitions": {m.partition: self._how_asked(m) for m in manifests},
             "renderer": self._renderer.describe(),
             "rejected": {tally.partition: tally.rejected for tally in tallies if tally.rejected},
+            "policies": {tally.partition: tally.notes for tally in tallies if tally.notes},
             "profile": self._profile.masked(),
         }
         (staged / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")

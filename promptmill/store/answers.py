@@ -17,7 +17,7 @@ from promptmill.types import Answer
 class Answers:
     """Holds where each answer lies, 24 bytes a row, and no answer. The store may grow meanwhile."""
 
-    def __init__(self, segments: Segments, journal: JournalReader) -> None:
+    def __init__(self, segments: Segments, journal: JournalReader | None) -> None:
         self._segments = segments
         self._journal = journal
         self._names: list[str] = []
@@ -34,7 +34,8 @@ class Answers:
 
     def _read(self, wanted: Set[str]) -> dict[str, Answer]:
         found: dict[str, Answer] = {}
-        journaled = list(self._journal.lookup(sorted(wanted)))  # first: it moves to a segment, never back
+        # First: an answer moves from there to a segment, never back.
+        journaled = list(self._journal.lookup(sorted(wanted))) if self._journal else []
         for answer in (*self._segments.lookup(wanted, self._holding(wanted)), *journaled):
             old = found.get(answer.prompt_hash)
             if old is None or supersedes(known_of(answer), known_of(old)):

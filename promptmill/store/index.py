@@ -8,7 +8,7 @@ is enough of it to be merged.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,18 @@ class Index:
             digests, codes = self._table
             stay = ~np.isin(digests, np.array([digest(h) for h in prompt_hashes], DIGEST))
             self._table = digests[stay], codes[stay]
+
+    def correct(self, judged: Mapping[str, Known]) -> None:
+        """These answers have another status now; one that another took the place of is left as it is."""
+        with self._learning:
+            self._merge()
+            digests, codes = self._table[0], self._table[1].copy()
+            keys = np.array([digest(h) for h in judged], DIGEST)
+            places = _find((digests, np.arange(len(digests), dtype=np.uint32)), keys)
+            for place, known in zip(places.tolist(), judged.values(), strict=True):
+                if place >= 0 and self._kinds[codes[place]][1:] == known[1:]:
+                    codes[place] = self.code(known)
+            self._table = digests, codes
 
     def code(self, known: Known) -> int:
         """The number of a kind, given to it when it is first seen."""

@@ -105,6 +105,12 @@ class Segments:
             )
         return found
 
+    def everything(self, names: Iterable[str]) -> Iterator[Answer]:
+        """All answers, segment by segment."""
+        for name in names:
+            for batch in self._batches(name):
+                yield from (Answer(**row) for row in batch.to_pylist())
+
     def lookup(self, hashes: Set[str], names: Iterable[str]) -> Iterator[Answer]:
         """The answers to `hashes`, segment by segment in the order of `names`."""
         wanted = pa.array(sorted(hashes), type=pa.string())

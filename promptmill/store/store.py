@@ -6,10 +6,11 @@ import asyncio
 import hashlib
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from promptmill.settings import Profile
 from promptmill.store.answers import Answers, known_of
 from promptmill.store.index import Index, Known
 from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
+from promptmill.store.judgements import Judgements
 from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.progress import FAILED, PENDING, Progress, is_cut_below, rank
 from promptmill.store.segment_index import SegmentIndex
@@ -44,6 +46,8 @@ class Store:
         self._journal = Journal(self.journal_path)
         self._reader = JournalReader(self.journal_path)
         self._segments = Segments(self.folder)
+        self.judgements = Judgements(self.folder)
+        """What answers were found to be since; accounting and `lookup` follow it."""
         self._index = Index()
         self._segment_index = SegmentIndex(self.journal_path.with_name(f"{self.journal_path.stem}-keys.npz"))
         self._failed_here: set[str] = set()
@@ -82,6 +86,7 @@ class Store:
         self._index = self._segment_index.read(self._segments)
         for prompt_hash, status, reason, cap in journaled:
             self._index.learn(prompt_hash, Known(status, reason, cap))
+        self.judgements.refresh(self._index)
 
     def known(self, prompt_hash: str) -> Known | None:
         return self._index.get(prompt_hash)
@@ -93,6 +98,7 @@ class Store:
             answers = self._reader.answers(partition)
             found.update(a.prompt_hash for a in answers if name == a.status or name in a.flags)
         found.update(self._segments.flagged(name, self._segments.names()))
+        found = self.judgements.with_flag(name, found)
         if name in STATUSES:  # one that was answered in the end is no longer a failure
             return {h for h in found if (known := self.known(h)) and known.status == name}
         return found
@@ -122,6 +128,9 @@ class Store:
     def progress(self, keys: Keys, max_new_tokens: int, retry_failed: bool = False) -> Progress:
         """How far the rows of `keys` are: `is_done` of all their prompts at once."""
         ranks = self._index.look_up(keys.digests, lambda known: rank(known, max_new_tokens), PENDING)
+        for row, cap in keys.caps.items():
+            mine = keys.of_row(row)
+            ranks[mine] = self._index.look_up(keys.digests[mine], partial(rank, max_new_tokens=cap), PENDING)
         if retry_failed:
             ranks[ranks == FAILED] = PENDING
         if self._failed_here:  # also what was cut before, and cannot be asked again with more room
@@ -158,7 +167,24 @@ class Store:
         Who asks again and again passes `self.answers()`, which keeps in mind where they lie.
         """
         wanted = {h for h in hashes if self.known(h) is not None}
-        return (answers or self.answers()).lookup(wanted)
+        return self.judgements.over((answers or self.answers()).lookup(wanted))
+
+    def everything(self, size: int) -> Iterator[dict[str, Answer]]:
+        """The winning answer to every prompt as it was recorded, `size` at a time, by prompt hash."""
+        seen: set[bytes] = set()
+        some: dict[str, Answer] = {}
+        journaled = chain.from_iterable(map(self._reader.answers, self._reader.partitions()))
+        for answer in chain(journaled, self._segments.everything(self._segments.names())):
+            known, key = self.known(answer.prompt_hash), digest(answer.prompt_hash)
+            if key in seen or known is None or known[1:] != known_of(answer)[1:]:
+                continue
+            seen.add(key)
+            some[answer.prompt_hash] = answer
+            if len(some) == size:
+                yield some
+                some = {}
+        if some:
+            yield some
 
     def answers(self) -> Answers:
         return Answers(self._segments, self._reader)
@@ -167,7 +193,8 @@ class Store:
         """Another one whenever an answer has come; None while some lie in the journal alone."""
         if self._reader.partitions():
             return None
-        return hashlib.sha256("\n".join(self._segments.names()).encode()).hexdigest()
+        names = [self.judgements.layer, *self._segments.names()]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     def seal(self, partition: str, at_least: int = 0) -> int:
         """Move the partition's journaled answers to segments; returns their number.
@@ -197,7 +224,7 @@ class Store:
         for keys in read_key_arrays(manifest):
             progress = self.progress(keys, manifest.max_new_tokens)
             rows += np.bincount(progress.row_ranks(), minlength=len(WORST_FIRST))
-        tally = Tally(manifest.partition, rejected=dict(manifest.rejected))
+        tally = Tally(manifest.partition, rejected=dict(manifest.rejected), notes=dict(manifest.notes))
         tally.counts.update(dict(zip(WORST_FIRST, rows.tolist(), strict=True)))
         tally.counts["rejected"] = sum(manifest.rejected.values())
         return tally

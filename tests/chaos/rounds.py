@@ -24,6 +24,7 @@ import psutil
 import pyarrow.parquet as pq
 
 from promptmill.profile import load_profile
+from promptmill.serving.keeper import LIFE_MARK
 from promptmill.store.store import Store
 from tests.chaos.rogue import Burst, Plan, asked
 from tests.chaos.small_run import MODEL, durable, run_in_child
@@ -172,6 +173,8 @@ class Trial:
         self.kept: list[tuple[float, set[str]]] = []
         """When, and which answers were found when nobody wrote."""
         self.outcome: dict[str, Any] = {}
+        self.unkept: set[str] = set()
+        """Lives whose keeper was killed."""
         self._profile = str(profile)
         self._model = load_profile(str(profile), []).model_path
         self._settings = list(settings)
@@ -188,12 +191,16 @@ class Trial:
         return process
 
     def ended(self, process: BaseProcess) -> int:
-        """Nothing of it is left; `outcome` is what it said."""
+        """Nothing of it is left; `outcome` is what it said.
+
+        A server whose keeper and client are killed in one moment is left to the next run.
+        """
         process.join()
         status = process.exitcode or 0
         process.close()
+        allowed = self.unkept if status < 0 else set()
         deadline = time.monotonic() + GONE_S
-        while left := self.processes():
+        while left := [one for one in self.processes() if _life(one) not in allowed]:
             assert time.monotonic() < deadline, f"left behind: {[_words(p) for p in left]}"
             time.sleep(0.05)
         traces = [path.name for path in (self.folder / "store/servers").glob("*.yaml")]
@@ -324,6 +331,13 @@ def _words(process: psutil.Process) -> str:
     return " ".join([process.name(), *process.cmdline()])
 
 
+def _life(process: psutil.Process) -> str:
+    """The life of a server that it belongs to; empty for what has gone, or belongs to none."""
+    with suppress(psutil.Error):
+        return process.environ().get(LIFE_MARK, "")
+    return ""
+
+
 class Release:
     """What stands at the release's address, read with nothing but pyarrow."""
 
@@ -411,6 +425,8 @@ def _act(trial: Trial, process: BaseProcess, moment: Moment) -> bool:
         trial.happened.append(f"{moment.what}: {victim.pid if victim else 'nobody there'}")
         with suppress(psutil.Error):
             if victim is not None:
+                if more[0] == "keeper" and (life := _life(victim)):
+                    trial.unkept.add(life)
                 victim.send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
         return False
     trial.happened.append(moment.what)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ from transformers import AutoTokenizer
 
 from promptmill import events
 from promptmill.errors import LaunchFailed, PromptmillError, ServerDied
-from promptmill.generation.mill import Finished, Mill
+from promptmill.generation.mill import Mill
+from promptmill.lives import Steps, keep_served
 from promptmill.model import Model, load_tokenizer
 from promptmill.profile import load_profile
 from promptmill.prompts.manifest import prepare
 from promptmill.run import Run, RunRequest
+from promptmill.serving.remedies import Verdict
 from promptmill.serving.server import Lost
+from promptmill.serving.supervisor import Supervisor
 from promptmill.settings import Profile
 from promptmill.store.journal import Journal, Waiter
 from promptmill.types import Answer, Manifest
@@ -101,7 +104,7 @@ def run(path: str, settings: Sequence[str]) -> int:
 
 
 class SmallRun:
-    """The loop of flows/regenerate.py."""
+    """What flows/regenerate.py does, in threads."""
 
     def __init__(self, folder: Path, settings: Sequence[str]) -> None:
         self.folder = folder
@@ -175,14 +178,9 @@ class SmallRun:
             for waiter in waiters:
                 waiter.start()
             try:
-                while mill.needs_server():
-                    ended = self._serve(run, mill, manifests)
-                    if isinstance(ended, Finished):
-                        break
-                    verdict = run.servers.diagnose(ended)  # its wait_s is not waited for
-                    if not verdict.relaunch:
-                        mill.fail(run.servers.gave_up(verdict, ended))
-                        break
+                longest = run.longest_request_tokens(manifests)
+                for _ in keep_served(run.servers, mill, longest, Steps(diagnose=_at_once), look_s=0.05):
+                    assert time.monotonic() < self._until, "the run hangs"
                 for waiter in waiters:
                     waiter.join(max(0.0, self._until - time.monotonic()))
                     assert not waiter.is_alive(), "generate hangs"
@@ -201,37 +199,14 @@ class SmallRun:
         if ends:
             raise ends[0]
 
-    def _serve(self, run: Run, mill: Mill, manifests: list[Manifest]) -> Lost | LaunchFailed | Finished:
-        longest = run.longest_request_tokens(manifests)
-        failed = _attach(run, mill, longest)
-        if failed is not None and not mill.is_served():
-            return failed
-        while True:
-            assert time.monotonic() < self._until, "the run hangs"
-            ended = mill.wait(0.05)
-            if isinstance(ended, Lost) and (mill.is_served() or not ended.last):
-                run.servers.let_go(ended)
-            elif ended is not None:
-                return ended
-            elif run.servers.may_return():
-                _attach(run, mill, longest)
+
+def _at_once(servers: Supervisor, ended: Lost | LaunchFailed) -> Verdict:
+    """A relaunch is not waited for."""
+    return replace(servers.diagnose(ended), wait_s=0.0)
 
 
 def _load_tokenizer(profile: Profile, model: Model, folder: Path) -> Any:
     return _loaded.get(model.path) or load_tokenizer(profile, model, folder)
-
-
-def _attach(run: Run, mill: Mill, longest: int) -> LaunchFailed | None:
-    failed: LaunchFailed | None = None
-    try:
-        for server in run.servers.launch():
-            try:
-                mill.attach(server, run.servers.pass_gate(server, longest))
-            except LaunchFailed as error:
-                failed = error
-    except LaunchFailed as error:
-        failed = error
-    return failed
 
 
 def _wait_for(mill: Mill, partition: str, ends: list[PromptmillError]) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ import pytest
 
 from promptmill import events
 from promptmill.errors import LaunchFailed, PromptmillError, ServerDied
-from promptmill.generation.mill import Finished, Mill
+from promptmill.generation.mill import Mill
+from promptmill.lives import Steps, keep_served
 from promptmill.model import Model, load_tokenizer
 from promptmill.profile import load_profile
 from promptmill.prompts.manifest import prepare
 from promptmill.run import Run, RunRequest
+from promptmill.serving.facts import Facts
 from promptmill.serving.keeper import LIFE_MARK
 from promptmill.serving.remedies import Death, Verdict
-from promptmill.serving.server import Lost
+from promptmill.serving.server import Lost, Server
+from promptmill.serving.supervisor import Supervisor
 from promptmill.settings import Profile
 from promptmill.types import Answer, Manifest, Tally
 from tests.contract.sglang_place import Engine
@@ -118,6 +121,7 @@ class Play:
         self.until = time.monotonic() + DEADLINE_S
         self._profile = load_profile(str(profile), [*SETTINGS, *settings])
         self._rows = rows
+        self._fault: Row | None = None
         self._meanwhile = meanwhile
 
     def run(self, publish: bool = False) -> Story:
@@ -146,15 +150,11 @@ class Play:
             waiter = threading.Thread(target=self._wait_for_all, args=(mill,))
             waiter.start()
             try:
-                while mill.needs_server():
-                    ended = self._serve(run, mill, manifest)
-                    if isinstance(ended, Finished):
-                        break
-                    verdict = run.servers.diagnose(ended)
-                    self.story.verdicts.append(verdict)  # its wait_s is not waited for
-                    if not verdict.relaunch:
-                        mill.fail(run.servers.gave_up(verdict, ended))
-                        break
+                longest = run.longest_request_tokens([manifest])
+                steps = Steps(self._launch, self._gate, self._diagnose)
+                for _ in keep_served(run.servers, mill, longest, steps, look_s=0.05):
+                    assert time.monotonic() < self.until, "the run hangs"
+                    self._meanwhile(mill)
                 waiter.join(max(0.0, self.until - time.monotonic()))
                 assert not waiter.is_alive(), "generate hangs"
                 run.servers.note_answers(mill.answers_by_server())
@@ -172,38 +172,22 @@ class Play:
             except PromptmillError as error:
                 self.story.ended = error
 
-    def _serve(self, run: Run, mill: Mill, manifest: Manifest) -> Lost | LaunchFailed | Finished:
-        life = len(run.servers.lives)
-        row = self._rows[life] if life < len(self._rows) else None
-        (self.folder / "faults").write_text(f"{row.fault}\n" if row else "", encoding="utf-8")
-        failed = self._attach(run, mill, manifest, row)
-        if failed is not None and not mill.is_served():
-            return failed
-        while True:
-            assert time.monotonic() < self.until, "the run hangs"
-            ended = mill.wait(0.05)
-            if isinstance(ended, Lost) and (mill.is_served() or not ended.last):
-                run.servers.let_go(ended)
-            elif ended is not None:
-                return ended
-            elif run.servers.may_return():
-                self._attach(run, mill, manifest, None)
-            self._meanwhile(mill)
+    def _launch(self, servers: Supervisor) -> list[Server]:
+        life = len(servers.lives)
+        self._fault = self._rows[life] if life < len(self._rows) else None
+        fault = f"{self._fault.fault}\n" if self._fault else ""
+        (self.folder / "faults").write_text(fault, encoding="utf-8")
+        return servers.launch()
 
-    def _attach(self, run: Run, mill: Mill, manifest: Manifest, row: Row | None) -> LaunchFailed | None:
-        failed = None
-        try:
-            for server in run.servers.launch():
-                try:
-                    facts = run.servers.pass_gate(server, run.longest_request_tokens([manifest]))
-                    if row and row.unseen:
-                        server._schedulers.clear()
-                    mill.attach(server, facts)
-                except LaunchFailed as error:
-                    failed = error
-        except LaunchFailed as error:
-            failed = error
-        return failed
+    def _gate(self, servers: Supervisor, server: Server, longest: int) -> Facts:
+        facts = servers.pass_gate(server, longest)
+        if self._fault and self._fault.unseen:
+            server._schedulers.clear()
+        return facts
+
+    def _diagnose(self, servers: Supervisor, ended: Lost | LaunchFailed) -> Verdict:
+        self.story.verdicts.append(servers.diagnose(ended))
+        return replace(self.story.verdicts[-1], wait_s=0.0)
 
     def _account(self, run: Run, manifest: Manifest) -> None:
         story, store = self.story, run.store

@@ -62,6 +62,9 @@ class Letters:
     end_ids = frozenset[int]()
     marker_texts = ("", "")
 
+    def control_tokens(self) -> list[str]:
+        return []
+
     def is_opened(self, prompt_ids: object) -> bool:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import socket
@@ -16,9 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from promptmill.errors import ConfigError, ReleaseRefused, StoreError
+from promptmill.prompts.readers import RawRow, read_rows
+from promptmill.prompts.sources import fingerprint, list_files
 from promptmill.release.dataset import publish
 from promptmill.serving.process import ServerProcess
 from promptmill.store.objects import S3Folder
@@ -258,6 +263,44 @@ def test_s3_store_names_a_segment_that_is_torn(url: str, tmp_path: Path) -> None
 
 
 RENDERER: Any = StubRenderer()
+
+
+def test_s3_prompts_are_read_as_they_lie(url: str, tmp_path: Path) -> None:
+    lines = b'{"id": "a1", "prompt": "one"}\n{"id": "a2", "prompt": "two"}\n'
+    pq.write_table(pa.table({"id": ["b1"], "prompt": ["three"]}), tmp_path / "b.parquet")
+    folder = S3Folder(url)
+    folder.put_bytes(gzip.compress(lines), "in/a.jsonl.gz")
+    folder.put_file(tmp_path / "b.parquet", "in/sub/b.parquet")
+    folder.put_bytes(b"# no prompts", "in/readme.md")
+
+    def prompts(source: str) -> list[tuple[str, str]]:
+        rows = read_rows(list_files(source))
+        return [(row.location, row.data["prompt"]) for row in rows if isinstance(row, RawRow)]
+
+    a, b = f"{url}/in/a.jsonl.gz", f"{url}/in/sub/b.parquet"
+    whole = [(f"{a}:1", "one"), (f"{a}:2", "two"), (f"{b}:1", "three")]
+    assert prompts(f"{url}/in") == prompts(f"{url}/in/") == whole
+    assert prompts(b) == prompts(f"{url}/in/**/*.parquet") == whole[2:]
+
+    before = fingerprint(list_files(f"{url}/in"))
+    assert fingerprint(list_files(f"{url}/in")) == before
+    folder.put_bytes(gzip.compress(lines.replace(b"one", b"eno")), "in/a.jsonl.gz")
+    assert fingerprint(list_files(f"{url}/in")) != before
+    folder.put_bytes(gzip.compress(lines)[:-9], "in/cut.jsonl.gz")
+    with pytest.raises(ConfigError, match=r"cut\.jsonl\.gz: the compressed file breaks off"):
+        prompts(f"{url}/in/cut.jsonl.gz")
+
+
+def test_s3_prompts_that_cannot_be_read_are_a_config_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in (f"{url}/none.jsonl", "s3://no-such-bucket-here/a.jsonl"):
+        with pytest.raises(ConfigError, match="nothing is there"):
+            list_files(source)
+    with pytest.raises(ConfigError, match="no file matches"):
+        list_files(f"{url}/*.jsonl")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-" + SECRET)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        list_files(f"{url}/a.jsonl")
+    assert SECRET not in str(caught.value)
 
 
 def load(address: str, cache: Path) -> list[dict[str, Any]]:

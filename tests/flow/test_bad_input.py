@@ -30,7 +30,7 @@ def complaint(place: Place, *arguments: str) -> str:
         ("server.port=often", "server.port: Input should be a valid integer"),
         ("partitions.C_none.format=text", "there is no partition 'C_none'. Known: A_text, B_turns."),
         ("partitions.A_text.source=nothere.jsonl", "partition A_text: source 'nothere.jsonl'"),
-        ("partitions.A_text.format=parquet", "Input should be 'auto', 'messages', 'text' or 'turns'"),
+        ("partitions.A_text.format=parquet", "Input should be 'auto', 'messages', 'sharegpt', 'text'"),
         ("partitions.A_text.class=huge", "[classes] knows: short"),
         ("model_path=nowhere.gguf", "model_path 'nowhere.gguf'"),
         ("chat.template=nothere.jinja", "chat.template 'nothere.jinja'"),

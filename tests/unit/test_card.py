@@ -4,7 +4,7 @@ from collections import Counter
 
 import yaml
 
-from promptmill.release.card import accounting_table, reject_list, write_card
+from promptmill.release.card import accounting_table, note_list, reject_list, write_card
 from promptmill.types import Tally
 
 TALLIES = [
@@ -53,3 +53,10 @@ def test_accounting_has_every_row_in_one_column() -> None:
 def test_rejects_are_listed_by_reason() -> None:
     assert reject_list(TALLIES) == "- B1: 3 bad_json\n- B1: 1 too_long"
     assert reject_list(TALLIES[1:]) == "None."
+
+
+def test_what_policies_did_is_listed() -> None:
+    tally = Tally("B1", notes={"surrogates_replaced": 1200})
+    line = "- B1: 1,200 surrogates_replaced: half of a surrogate pair became U+FFFD"
+    assert note_list([*TALLIES, tally]) == line
+    assert note_list(TALLIES) == "None."

@@ -77,9 +77,16 @@ def test_rows_come_out_the_same_many_at_a_time_and_one_by_one(
         manifest = prepare(make_preparation(source, renderer, context_tokens=2048 + 150))
         prompts = list(read_prompts(manifest))
         seen.append((prompts, list(read_rejects(manifest)), {**manifest.to_json(), "key": ""}))
-        reasons = ["bad_json", "unknown_role", "template_error", "tools_not_rendered", "too_long"]
+        reasons = [
+            "bad_json",
+            "unknown_role",
+            "template_error",
+            "tools_not_rendered",
+            "too_long",
+            "control_token",
+        ]
         assert [reject.reason for reject in seen[-1][1]] == reasons
-        assert [row.row for row in prompts] == [0, 4, 7, 8]
+        assert [row.row for row in prompts] == [0, 4, 7]
     assert seen[0] == seen[1]
 
 

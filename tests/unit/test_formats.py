@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+from datetime import date
 from typing import Any
 
 import pytest
@@ -7,15 +9,22 @@ from helpers import user
 
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.prompts.formats import choose_format, to_conversation
-from promptmill.prompts.sources import RawRow
-from promptmill.settings import ColumnSettings
+from promptmill.prompts.formats.row import Row
+from promptmill.settings import ColumnSettings, PolicySettings
 from promptmill.types import Conversation
 
-NO_COLUMNS = ColumnSettings()
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"id": "t0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "t0", "content": "7"}
+
+
+def row_of(data: dict[str, Any], policies: dict[str, Any] | None = None, **columns: str) -> Row:
+    return Row(data, "f.jsonl:3", ColumnSettings(**columns), PolicySettings(**(policies or {})))
+
+
+def chosen(data: dict[str, Any], **columns: str) -> str:
+    return choose_format(row_of(data, **columns)).format
 
 
 def assistant(text: str) -> dict[str, Any]:
@@ -25,7 +34,7 @@ def assistant(text: str) -> dict[str, Any]:
 def read(
     data: dict[str, Any], fmt: str = "messages", mode: str | None = None, **columns: str
 ) -> Conversation:
-    return to_conversation(RawRow("f.jsonl:3", data), fmt, ColumnSettings(**columns), mode)
+    return to_conversation(row_of(data, **columns), fmt, mode)
 
 
 def turns(messages: list[Any], mode: str | None = None) -> list[list[dict[str, Any]]]:
@@ -47,27 +56,45 @@ def reason(data: dict[str, Any], fmt: str = "messages", mode: str | None = None,
         ({"question": [[user("a")]]}, "messages"),
         ({"turns": ["a", "b"]}, "turns"),
         ({"prompt": ["a", {"role": "user"}]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "sharegpt"),
+        ({"messages": [user("a"), {"from": "gpt", "value": "b"}]}, "sharegpt"),
+        ({"question": [[user("a")]], "function": []}, "bfcl"),
+        ({"question": "a", "function": []}, "text"),
+        ({"system": "SYSTEM: x", "chat": "USER: a\n\n\nASSISTANT: b"}, "glaive"),
+        ({"sample": "SYSTEM: x\nUSER: a\nASSISTANT: b"}, "glaive"),
+        ({"input": "a", "output": "b", "unit_tests": "[]", "average_test_score": "1"}, "opencodeinstruct"),
+        ({"input": "a", "output": "b"}, "text"),
+        ({"prompt": "USER: a\n\n\nASSISTANT: b"}, "text"),
+        ({"conversation": [user("a")]}, "messages"),
     ],
 )
 def test_format_auto_follows_the_value(row: dict[str, Any], expected: str) -> None:
-    assert choose_format(row, NO_COLUMNS) == expected
+    assert chosen(row) == expected
 
 
 def test_format_auto_looks_at_the_column_that_is_named() -> None:
-    assert choose_format({"messages": [user("a")], "q": "text"}, ColumnSettings(prompt="q")) == "text"
+    assert chosen({"messages": [user("a")], "q": "text"}, prompt="q") == "text"
 
 
 def test_format_auto_names_the_columns_where_none_fits() -> None:
     with pytest.raises(ConfigError, match=r"recognised among id, body; set columns\.prompt"):
-        choose_format({"id": 1, "body": "x"}, NO_COLUMNS)
+        chosen({"id": 1, "body": "x"})
     with pytest.raises(ConfigError, match=r"set columns\.prompt"):
-        choose_format({"prompt": 42}, NO_COLUMNS)
+        chosen({"prompt": 42})
+
+
+def test_format_auto_does_not_ask_half_of_a_prompt() -> None:
+    with pytest.raises(ConfigError, match="both instruction and input"):
+        chosen({"instruction": "Translate.", "input": "Guten Tag"})
+    with pytest.raises(ConfigError, match="both instruction and input"):
+        chosen({"instruction": "Say hello.", "input": ""})  # a later row has one
+    assert chosen({"instruction": "Translate.", "input": "Hallo"}, prompt="instruction") == "text"
 
 
 @pytest.mark.parametrize("value", [None, []])
 def test_format_auto_leaves_an_empty_row_to_the_next_one(value: Any) -> None:
     with pytest.raises(PromptRejected, match="no_messages"):
-        choose_format({"messages": value}, NO_COLUMNS)
+        chosen({"messages": value})
 
 
 def test_text_is_the_only_message() -> None:
@@ -116,14 +143,105 @@ def test_unknown_role_is_a_reject(role: Any) -> None:
     assert reason({"messages": [user("a"), {"role": role, "content": "x"}, user("b")]}) == "unknown_role"
 
 
-def test_sharegpt_keys_are_an_unknown_role() -> None:
-    assert reason({"conversations": [{"from": "human", "value": "hi"}]}) == "unknown_role"
+def test_unknown_role_may_be_mapped_or_dropped() -> None:
+    messages = [{"from": "bing", "value": "Hi."}, {"from": "narrator", "value": "…"}, user("a")]
+    row = row_of({"messages": messages}, {"roles": {"bing": "assistant"}, "unknown_role": "drop"})
+    assert to_conversation(row, "messages", None).turns == [[assistant("Hi."), user("a")]]
+    assert row.notes == {"unknown_role_dropped"}
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("human", "user"),
+        ("user", "user"),
+        ("gpt", "assistant"),
+        ("assistant", "assistant"),
+        ("model", "assistant"),
+        ("system", "system"),
+        ("developer", "system"),
+        ("tool", "tool"),
+        ("function", "tool"),
+        ("observation", "tool"),
+        ("function_response", "tool"),
+    ],
+)
+def test_sharegpt_names_of_roles(name: str, role: str) -> None:
+    conversation = [
+        {"from": "human", "value": "a"},
+        {"from": name, "value": "b"},
+        {"from": "human", "value": "c"},
+    ]
+    ((_, message, _),) = read({"conversations": conversation}, "sharegpt").turns
+    assert message == {"role": role, "content": "b"}
+
+
+def test_sharegpt_calls_and_results_find_each_other() -> None:
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": "{}"}]
+    conversation = [
+        {"from": "human", "value": "go"},
+        {"from": "function_call", "value": calls},
+        {"from": "observation", "value": "1"},
+        {"from": "observation", "value": "2"},
+        {"from": "tool_call", "value": '{"name": "f", "arguments": {}}'},
+        {"from": "observation", "value": "3"},
+    ]
+    (messages,) = read({"conversations": conversation}, "sharegpt").turns
+    ids = [call["id"] for message in messages for call in message.get("tool_calls", [])]
+    assert ids == ["functions.f:0", "functions.g:1", "functions.f:2"]
+    assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == ids
+
+
+@pytest.mark.parametrize("value", ["f(1)", None, [], [1], {"arguments": {}}, '{"name": 5}'])
+def test_sharegpt_call_that_is_none_is_a_reject(value: Any) -> None:
+    conversation = [{"from": "human", "value": "a"}, {"from": "function_call", "value": value}]
+    assert reason({"conversations": conversation}, "sharegpt") == "bad_tool_calls"
+
+
+def test_older_form_of_a_call_is_understood() -> None:
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    result = {"role": "function", "name": "f", "content": "7"}
+    assert turns([user("a"), older, result]) == [
+        [
+            user("a"),
+            {**assistant(""), "tool_calls": [{"type": "function", "function": older["function_call"]}]},
+            {"role": "tool", "name": "f", "content": "7"},
+        ]
+    ]
+
+
+def test_bfcl_answers_every_turn() -> None:
+    row = {"id": "m0", "question": [[SYSTEM, user("a")], [user("b")]], "function": [{"name": "wx"}]}
+    made = read(row, "bfcl")
+    assert made.turns == [[SYSTEM, user("a")], [user("b")]]
+    assert made.tools == [{"type": "function", "function": {"name": "wx"}}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        float("inf"),
+        b"bytes",
+        date(2026, 1, 1),
+        {1: "a"},
+        functools.reduce(lambda v, _: [v], range(500), 0),
+    ],
+)
+def test_what_json_cannot_say_is_a_reject(value: Any) -> None:
+    call = {"function": {"name": "f", "arguments": {"v": value}}}
+    assert reason({"messages": [user("a")], "tools": [{"name": "f", "v": value}]}) == "bad_tools"
+    assert (
+        reason({"messages": [user("a"), assistant("") | {"tool_calls": [call]}, user("b")]})
+        == "bad_tool_calls"
+    )
 
 
 def test_content_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]
     assert turns([user("x") | {"content": parts}]) == [[user("part onepart two")]]
     assert turns([user("x") | {"content": ["bare", "strings"]}]) == [[user("barestrings")]]
+    assert turns([user("x") | {"content": [{"type": "input_text", "text": "new"}]}]) == [[user("new")]]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +251,9 @@ def test_content_parts_of_text_are_joined() -> None:
             [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "?"}],
             "unsupported_modality",
         ),
-        ([{"type": "text"}], "unsupported_modality"),
-        ([5], "unsupported_modality"),
+        ([{"type": "text"}], "bad_content"),
+        ([{"text": "a"}], "bad_content"),
+        ([5], "bad_content"),
         ({"text": "object content"}, "bad_content"),
         (123, "bad_content"),
         (True, "bad_content"),

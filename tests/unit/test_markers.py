@@ -11,8 +11,10 @@ from helpers import byte_tokenizer, user
 from promptmill.chat import ChatRenderer
 from promptmill.errors import ConfigError
 from promptmill.markers import find
+from promptmill.release.quality import judge
 from promptmill.settings import ChatSettings
 from promptmill.splitting import Split
+from promptmill.types import Completion
 
 _KIMI = (
     "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -343,3 +345,24 @@ def test_ids_of_the_markers_can_be_demanded() -> None:
 )
 def test_find_is_the_first_place_of_all_of_it(wanted: tuple[int, ...], start: int, at: int | None) -> None:
     assert find([1, 2, 3, 2, 2, 3], wanted, start) == at
+
+
+WORDLESS = ("<|im_end|>", "  \n<|im_end|>", "</think>  \n<|im_end|>", "thought</think><|im_end|>")
+
+
+@pytest.mark.parametrize("text", WORDLESS)
+def test_answer_without_a_word_is_empty(text: str) -> None:
+    off = asked("Kimi-K2.5", template_kwargs={"thinking": False})
+    answer = off if "</think>" not in text else asked("Kimi-K2.5")
+    ids = answer.tokenizer(text)["input_ids"]
+    status, flags = judge(Completion(ids, "stop", 3), answer(text), 100)
+    assert (status, flags) == ("empty", [])
+
+
+def test_answer_that_is_cut_inside_its_reasoning_is_truncated_and_keeps_it() -> None:
+    answer = asked("Kimi-K2.5")
+    text = "Let me think about it and"
+    split = answer(text)
+    ids = answer.tokenizer(text)["input_ids"]
+    assert judge(Completion(ids, "length", 40), split, len(ids)) == ("truncated", ["reasoning_never_closed"])
+    assert (split.reasoning, split.content) == (text, "")

@@ -65,11 +65,11 @@ def test_plan_counts_families_repetitions_and_rejects_and_names_the_chosen_forma
     capsys: pytest.CaptureFixture[str], profile: Path
 ) -> None:
     out = planned(capsys, profile)
-    assert "A: 33 rows (messages, chosen by auto), 31 prompts" in out
+    assert "A: 33 rows (messages in messages, chosen by auto), 31 prompts" in out
     assert "1 rejected: unknown_role" in out
     assert "a.jsonl:32: unknown_role" in out
     assert "1 families that begin alike" in out
-    assert "1 rows repeat another one" in out
+    assert "1 duplicate_joined: " in out
     assert "tokens: ≤128 100 %" in out
     assert "30 requests, answers of 1,000 tokens on average, assumed" in out
     assert "159,000 KV tokens" in out
@@ -158,8 +158,25 @@ def surveyed(works: list[Work]) -> list[Survey]:
         starts = {work.family: work.shared_tokens for work in mine if work.family}
         numbers = {family: number for number, family in enumerate(starts)}
         n, tokens = len(mine), np.array([work.prompt_tokens for work in mine])
+        cap = mine[0].max_new_tokens
         manifest = Manifest(
-            name, "", "", "", "text", n, n, {}, [], 0, int(tokens.max()), "", mine[0].max_new_tokens, {}
+            partition=name,
+            key="",
+            path="",
+            rejects_path="",
+            format="text",
+            column="",
+            rows=n,
+            prompts=n,
+            rejected={},
+            examples=[],
+            notes={},
+            prompt_tokens=0,
+            longest_prompt=int(tokens.max()),
+            longest_request=0,
+            digest="",
+            max_new_tokens=cap,
+            identity={},
         )
         families = np.array([numbers[work.family] if work.family else -1 for work in mine])
         shared, ones = np.array([*starts.values()], np.int64), np.ones(n, np.int64)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from helpers import write_lines
 
 from promptmill.errors import ConfigError
-from promptmill.prompts.sources import RawRow, fingerprint, list_files, read_rows
+from promptmill.prompts import arrays
+from promptmill.prompts.readers import RawRow, read_rows
+from promptmill.prompts.sources import fingerprint, list_files
 from promptmill.types import Reject
 
 
@@ -74,8 +77,44 @@ def test_source_array_file_gives_its_items(tmp_path: Path) -> None:
     assert read(tmp_path / "a.json", content) == [{"id": "j1"}, ("2", "not_an_object"), {"id": "j2"}]
 
 
-def test_source_torn_array_file_is_one_reject(tmp_path: Path) -> None:
-    assert read(tmp_path / "a.json", b'[\n {"id": "j1"},\n {"id": "j') == [("1", "bad_json")]
+@pytest.mark.parametrize(
+    ("end", "reject"),
+    [
+        (b', {"id": "j', ("2", "cut_line")),
+        (b', {"id": tru', ("2", "cut_line")),
+        (b", ", ("2", "cut_line")),
+        (b"", ("2", "cut_line")),
+        (b' {"id": 2}]', ("2", "bad_json")),
+        (b', {"id": x, "more": "%s"}]' % (b"y" * 99), ("2", "bad_json")),
+        (b', {"id": "\xff"}]', ("2", "bad_json")),
+        (b', {"n": %s}]' % (b"7" * 5000), ("2", "bad_json")),
+        (b', {"n": %s]' % (b"[" * 100_000), ("2", "bad_json")),
+        (b"] 7", ("2", "bad_json")),
+    ],
+)
+def test_source_torn_array_file_keeps_what_comes_before(
+    tmp_path: Path, end: bytes, reject: tuple[str, str]
+) -> None:
+    assert read(tmp_path / "a.json", b'[\n {"id": "j1"}\n' + end) == [{"id": "j1"}, reject]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64])
+def test_source_array_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(arrays, "_BLOCK", block)
+    items = [{"id": i, "text": 'föx 🦊 \\ " ]} ' * i, "n": [1.5, None, True]} for i in range(9)]
+    content = json.dumps(items, ensure_ascii=False, indent=40)
+    assert read(tmp_path / "a.json", content.encode()) == items
+
+
+def test_source_numbers_keep_their_digits(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1180591620717411303425, "m": -0.0, "k": 18446744073709551615, "x": 1e3}')
+    (row,) = read_rows([path])
+    assert isinstance(row, RawRow)
+    assert (
+        json.dumps(row.data)
+        == '{"n": 1180591620717411303425, "m": -0.0, "k": 18446744073709551615, "x": 1000.0}'
+    )
 
 
 def test_source_byte_order_mark_is_dropped(tmp_path: Path) -> None:
@@ -191,7 +230,7 @@ def test_source_glob_is_sorted_and_a_file_may_look_like_one(tmp_path: Path) -> N
         ("none.jsonl", "there is no such file or directory"),
         ("none-*.jsonl", "no file matches"),
         ("empty", "the directory holds no prompt file"),
-        ("ftp://host/a.jsonl", "only local files"),
+        ("ftp://host/a.jsonl", "local paths, s3:// and hf://"),
     ],
 )
 def test_source_without_files_is_refused(
