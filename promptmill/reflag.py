@@ -17,7 +17,7 @@ from promptmill.run import Run, RunRequest
 from promptmill.settings import Profile
 from promptmill.store.judgements import differs, in_parts
 from promptmill.store.store import Store
-from promptmill.types import NO_IDS, Answer, Completion
+from promptmill.types import NO_IDS, SHRUNK, Answer, Completion
 
 _AT_A_TIME = 500
 _IN_A_FILE = 5000
@@ -79,6 +79,8 @@ def rejudged(answer: Answer, renderer: ChatRenderer) -> Answer:
     split = renderer.split(answer.prompt_ids, answer.output_ids)
     completion = Completion(answer.output_ids, answer.finish_reason, answer.prompt_tokens)
     status, flags = judge(completion, split, answer.max_new_tokens)
+    if SHRUNK in answer.flags:  # the ids do not say it
+        flags.append(SHRUNK)
     return replace(
         answer,
         status=status,

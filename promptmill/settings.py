@@ -13,11 +13,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 FlagValue = bool | int | float | str | list[str]
+
+ROLLED_OUT = ("turns", "bfcl")
+"""Formats of which every turn is answered where the partition does not say."""
 
 # Ends of names, so that max-total-tokens and tokenizer-path are shown.
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
@@ -303,7 +314,7 @@ class PartitionSettings(Section):
 
     def mode_of(self, format: str) -> str:
         """The mode, of rows in this format where none is set."""
-        return self.mode or ("rollout" if format == "turns" else "last_turn")
+        return self.mode or ("rollout" if format in ROLLED_OUT else "last_turn")
 
 
 class StoreSettings(Section):
@@ -384,6 +395,10 @@ class Profile(BaseSettings):
     def _policies_of_all(cls, data: Any) -> Any:
         """Each partition's policies are the profile's and its own; what has another shape is told later."""
         shared, parts = data.get("policies"), data.get("partitions")
+        try:
+            PolicySettings.model_validate(shared)
+        except ValidationError:  # it is told once, of the profile's own
+            return data
         if not isinstance(shared, Mapping):
             return data
         if isinstance(parts, Mapping):

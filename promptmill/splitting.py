@@ -13,6 +13,7 @@ from typing import Any
 
 from promptmill.decoding import make_decoder
 from promptmill.markers import Markers, find
+from promptmill.types import LEFT_FOR_CALL
 
 _SPACE = 4
 """Ids of white space that may stand between a marker and the end of a prompt, or the start of an answer."""
@@ -58,7 +59,7 @@ class Splitter:
             leaves = find(ids[:at], marks.leaves_for, start)
             if leaves is not None:
                 at, after = leaves, leaves
-                flags.append("left_for_tool_call")
+                flags.append(LEFT_FOR_CALL)
         if at is None:
             text, flags = self._text(self._without_end(ids[start:]))
             return Split(text, "", len(ids), ["reasoning_never_closed", *flags])

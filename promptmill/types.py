@@ -34,8 +34,14 @@ WORST_FIRST: tuple[Status, ...] = (
 """A row with several answers (samples, turns) is as its worst one."""
 
 
+SHRUNK = "shrunk"
+"""A flag: the answer ended at a cap that was lowered to what the context has room for."""
 NO_IDS = "no_ids"
-"""The flag of an answer whose server gave no token ids. It says nothing against it."""
+"""The flag of an answer whose server gave no token ids."""
+LEFT_FOR_CALL = "left_for_tool_call"
+"""Reasoning ended at a tool call, as some models do, without its closing marker."""
+HARMLESS = frozenset([NO_IDS, LEFT_FOR_CALL])
+"""Flags that say nothing against an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from promptmill.generation.texts import split_texts
 from promptmill.model import Model
 from promptmill.prompts.manifest import Keys, read_keys, read_prompts
 from promptmill.release.quality import judge
+from promptmill.splitting import Split
 from promptmill.store.progress import Progress
 from promptmill.store.store import Store, goes_on, next_pending
-from promptmill.types import NO_IDS, Answer, Completion, Manifest, Prompt, PromptRow, Texts
+from promptmill.types import NO_IDS, SHRUNK, Answer, Completion, Manifest, Prompt, PromptRow, Status, Texts
 
 
 class PromptMaker:
@@ -140,9 +141,7 @@ class Recorder:
         if texts := completion.texts:
             return self._without_ids(prompt, completion, texts, server)
         split = self._renderer.split(prompt.input_ids, completion.output_ids)
-        status, flags = judge(completion, split, prompt.max_new_tokens)
-        if status == "truncated" and prompt.row.max_new_tokens:
-            flags.append("shrunk")  # the context had no room for the partition's cap
+        status, flags = _judged(prompt, completion, split)
         return self._record(
             prompt,
             server,
@@ -160,7 +159,7 @@ class Recorder:
     def _without_ids(self, prompt: Prompt, completion: Completion, texts: Texts, server: str) -> Answer:
         opened, cut = self._renderer.is_opened(prompt.input_ids), completion.finish_reason == "length"
         split = split_texts(texts, cut, opened, self._renderer.marker_texts)
-        status, flags = judge(completion, split, prompt.max_new_tokens)
+        status, flags = _judged(prompt, completion, split)
         record = self._record(
             prompt,
             server,
@@ -218,6 +217,13 @@ class Recorder:
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             error=error,
         )
+
+
+def _judged(prompt: Prompt, completion: Completion, split: Split) -> tuple[Status, list[str]]:
+    """Status and flags; one of them says that the context had no room for the partition's cap."""
+    status, flags = judge(completion, split, prompt.max_new_tokens)
+    lowered = prompt.row.max_new_tokens is not None
+    return status, [*flags, SHRUNK] if status == "truncated" and lowered else flags
 
 
 def _family(prompt: Prompt) -> Hashable:

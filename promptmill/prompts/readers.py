@@ -67,12 +67,13 @@ def _read(file: File, stream: IO[bytes]) -> Iterator[RawRow | Reject]:
 def _read_parquet(file: File, stream: IO[bytes]) -> Iterator[RawRow | Reject]:
     n = 0
     try:
-        with pq.ParquetFile(stream) as parquet:
+        # Page by page: a row group is often all of a file, and Arrow would fetch it whole.
+        with pq.ParquetFile(stream, pre_buffer=False, buffer_size=_HEAD) as parquet:
             for batch in parquet.iter_batches(batch_size=_BATCH):
                 for data in _objects(batch):
                     n += 1
                     yield RawRow(f"{file}:{n}", data)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are no UTF-8
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's, not Parquet's
         first = next(iter(str(error).splitlines()), type(error).__name__)

@@ -36,7 +36,8 @@ REASONS = {
     "duplicate": 'give it the earlier row\'s answer with policies.duplicates = "join"',
     # the template
     "template_error": "read what the template says; policies.same_role or another chat.template may help",
-    "tools_not_rendered": "set chat.template to one that shows tools, or leave the tools out of the rows",
+    "bad_tool_arguments": "mend the arguments, or set chat.template to one that takes them as text",
+    "tools_not_rendered": 'use a chat.template that shows them, or accept it: chat.ignored_tools = "keep"',
     "id_out_of_vocabulary": "see model_path: the tokenizer and the weights are not of one model",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from promptmill.splitting import Split
-from promptmill.types import Completion, Status
+from promptmill.types import HARMLESS, Completion, Status
 
 REPETITION_WINDOW = 24
 REPETITION_TIMES = 4
@@ -35,7 +35,7 @@ def judge(completion: Completion, split: Split, max_new_tokens: int) -> tuple[St
         return "truncated", flags
     if not split.content:
         return "empty", flags
-    return ("flagged" if flags else "answered"), flags
+    return ("answered" if HARMLESS.issuperset(flags) else "flagged"), flags
 
 
 def is_repetitive(ids: Sequence[int] | Sequence[str]) -> bool:

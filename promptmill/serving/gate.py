@@ -116,11 +116,12 @@ def _canary(
         raise
     except PromptmillError as error:
         raise start.refusal(f"the first answer failed: {error}", False) from None
-    return _answer(completion, len(request.input_ids), renderer, start)
+    return _answer(completion, request.input_ids, renderer, start)
 
 
-def _answer(completion: Completion, prompt_tokens: int, renderer: ChatRenderer, start: Start) -> str:
+def _answer(completion: Completion, prompt_ids: list[int], renderer: ChatRenderer, start: Start) -> str:
     """The text of the first answer. Raises LaunchFailed where it is none."""
+    prompt_tokens = len(prompt_ids)
     words = f"it counts {completion.prompt_tokens} prompt tokens where we count {prompt_tokens}"
     if texts := completion.texts:
         if completion.prompt_tokens not in (prompt_tokens, -1):
@@ -134,6 +135,8 @@ def _answer(completion: Completion, prompt_tokens: int, renderer: ChatRenderer, 
         raise start.refusal(
             'it returns no token ids. If it cannot, ask it for chat completions: server.api = "chat"'
         )
+    if renderer.is_opened(prompt_ids) and not renderer.split(prompt_ids, completion.output_ids).reasoning:
+        events.tell(events.Notice("its first answer has no reasoning, although the template opens it"))
     return text_of(completion, renderer)
 
 

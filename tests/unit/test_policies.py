@@ -144,6 +144,12 @@ def test_control_tokens_are_found_where_they_would_become_ids(turns: Any, tools:
     assert ControlTokens(TOKENS, ("<think>", "</think>")).find(turns, tools) == found
 
 
+@pytest.mark.parametrize("text", ["[[abc] x", "[[[abc]", "<<|im_end|>", "[[[[[[abc"])
+def test_control_token_is_found_behind_what_begins_like_one(text: str) -> None:
+    tokens = ("[[abcd", "[abc", "<|im_end|>", "<<<")
+    assert ControlTokens(tokens).find([[user(text)]], None) in ("[abc", "<|im_end|>")
+
+
 def test_tokenizer_without_added_tokens_has_none_to_find() -> None:
     assert ControlTokens([]).find([[user("anything <|at|> all")]], None) == ""
 
@@ -158,8 +164,9 @@ def test_policies_of_a_partition_are_those_of_all_and_its_own() -> None:
 
 @pytest.mark.parametrize("wrong", [{"nul": "maybe"}, {"unknown": 1}, "reject"])
 def test_policies_of_another_shape_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError) as caught:
         make_profile(policies=wrong)
+    assert caught.value.error_count() == 1, "told once, and not for each partition"
     with pytest.raises(ValidationError):
         make_profile(policies={"nul": "keep"}, partitions=[{"name": "A", "source": "a", "policies": wrong}])
 

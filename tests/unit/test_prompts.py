@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from promptmill.generation.prompts import PromptMaker
+from promptmill.chat import ChatRenderer
+from promptmill.generation.prompts import PromptMaker, Recorder
 from promptmill.prompts.manifest import Preparation, prepare
+from promptmill.reflag import rejudged
 from promptmill.store.store import Store
-from promptmill.types import Manifest, Prompt
-from tests.helpers_store import MODEL, StubRenderer, answer, keys_of, make_profile
-from tests.unit.helpers import user, write_lines
+from promptmill.types import Completion, Manifest, Prompt
+from tests.helpers_store import MODEL, StubRenderer, answer, cut, keys_of, make_profile
+from tests.unit.helpers import make_row, user, write_lines
 
 RENDERER: Any = StubRenderer()
 
@@ -57,3 +59,41 @@ def test_pending_keeps_samples_together_and_leaves_out_what_is_done(store: Store
     rows = [prompt.row.id for prompt in prompts]
     assert rows == [row for row in dict.fromkeys(rows) for _ in range(2 if row == "r5" else 3)]
     assert rows != sorted(rows)
+
+
+def test_row_with_less_room_is_asked_for_less_and_done_when_that_is_used_up(
+    store: Store, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "P.jsonl", [{"prompt": "x" * n} for n in (10, 50, 80, 95)])
+    policies = {"too_long": "shrink", "shrink_to_at_least": 20}
+    part = {"name": "P", "source": str(tmp_path / "P.jsonl"), "policies": policies}
+    profile = make_profile(tmp_path, partitions=[part])
+    manifest = prepare(
+        Preparation(profile, profile.partition("P"), MODEL, RENDERER, tmp_path / "m", None, 100)
+    )
+    assert (manifest.prompts, manifest.rejected, manifest.longest_request) == (3, {"too_long": 1}, 100)
+    prompts = {len(prompt.input_ids): prompt for prompt in pending(store, manifest)}
+    assert {length: prompt.max_new_tokens for length, prompt in prompts.items()} == {10: 64, 50: 50, 80: 20}
+
+    store.put(cut(prompts[80].prompt_hash, 20)).result(10)
+    store.put(cut(prompts[50].prompt_hash, 49)).result(10)
+    store.put(cut(prompts[10].prompt_hash, 63)).result(10)
+    counts = store.tally(manifest).to_json()
+    assert {name: n for name, n in counts.items() if n} == {
+        "rows": 4,
+        "truncated": 1,
+        "rejected": 1,
+        "pending": 2,
+    }
+    assert {len(prompt.input_ids) for prompt in pending(store, manifest)} == {10, 50}
+
+
+def test_answer_that_was_cut_for_want_of_room_says_so(renderer: ChatRenderer) -> None:
+    recorder = Recorder(renderer, MODEL)
+    for cap, flags in ((None, []), (3, ["shrunk"])):
+        row = make_row(max_new_tokens=cap)
+        prompt = Prompt("h0", "P", [1], 0, 0, 3, row, row.turns[0])
+        completion = Completion([500, 600, 700], "length", 1)
+        record = recorder.answered(prompt, completion, "life", "auto")
+        assert record.flags == flags
+        assert rejudged(record, renderer).flags == flags

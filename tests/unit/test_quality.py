@@ -47,6 +47,15 @@ def test_answer_whose_split_found_something_is_flagged() -> None:
     assert verdict(cut, reason="length") == ("truncated", ["cut_character"])
 
 
+def test_reasoning_left_for_a_call_is_nothing_wrong() -> None:
+    assert verdict(Split("because", "call", 2, ["left_for_tool_call"])) == (
+        "answered",
+        ["left_for_tool_call"],
+    )
+    flags = ["left_for_tool_call", "control_tokens"]
+    assert verdict(Split("because", "call", 2, flags)) == ("flagged", flags)
+
+
 @pytest.mark.parametrize("period", [1, 3, 8, 24])
 def test_repetition_is_found_for_every_period(period: int) -> None:
     unit = list(range(100, 100 + period))

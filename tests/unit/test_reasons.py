@@ -16,7 +16,8 @@ from promptmill.prompts.policies import NOTES
 from promptmill.prompts.reasons import REASONS, with_remedy
 from promptmill.settings import PartitionSettings, PolicySettings
 
-MODULES = [*(ROOT / "promptmill" / "prompts").rglob("*.py"), ROOT / "promptmill" / "chat.py"]
+RENDERING = (ROOT / "promptmill" / "chat.py", ROOT / "promptmill" / "tool_arguments.py")
+MODULES = [*(ROOT / "promptmill" / "prompts").rglob("*.py"), *RENDERING]
 PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
 
 

@@ -127,7 +127,7 @@ def folder() -> Iterator[Path]:
 
 def released(path: Path, manifest: Manifest, answers: dict[str, Answer]) -> list[Row]:
     """The rows of `conversations`, from the file."""
-    asked = Asked(manifest.partition, "last_turn", "f00", lambda *_: None)
+    asked = Asked(manifest.partition, "last_turn", "renderer", lambda *_: None)
     with Shards(path / "data", manifest.partition, SCHEMAS["conversations"], 10_000_000) as shards:
         for prompt in read_prompts(manifest):
             shards.add(rows_of("conversations", asked, prompt, answers))

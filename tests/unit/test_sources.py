@@ -205,6 +205,27 @@ def test_source_cut_parquet_stops_with_its_name(tmp_path: Path) -> None:
         list(read_rows([path]))
 
 
+def test_source_parquet_with_damaged_names_stops_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["x"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"prompt", b"pr\xa3mpt"))
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet: not a whole Parquet file, after 0 rows: 'utf-8' codec"
+    ):
+        list(read_rows([path]))
+
+
+def test_source_parquet_value_without_a_form_in_python_costs_its_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xff\xfeok")]
+    )
+    pq.write_table(pa.table({"id": ["a", "b"], "prompt": texts}), path)
+    first, second = (row.data for row in read_rows([path]) if isinstance(row, RawRow))
+    assert (first["id"], second) == ("a", {"id": "b", "prompt": "ok"})
+    assert not isinstance(first["prompt"], str)
+
+
 def test_source_directory_is_searched_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("b.jsonl", "a.json.gz", "sub/c.parquet", "sub/d.ndjson.zst")
     for name in (*names, "readme.md", ".hidden.jsonl", ".git/e.jsonl"):

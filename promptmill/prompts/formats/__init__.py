@@ -15,6 +15,7 @@ from promptmill.errors import ConfigError, PromptRejected
 from promptmill.prompts import policies
 from promptmill.prompts.formats import bfcl, glaive, messages, opencodeinstruct, sharegpt, text, turns
 from promptmill.prompts.formats.row import USUAL_PROMPTS, Row, text_of, tools_of
+from promptmill.settings import ROLLED_OUT
 from promptmill.types import Conversation, Message
 
 Turns = list[list[Message]]
@@ -25,8 +26,6 @@ Turns = list[list[Message]]
 class Format:
     """How rows of one kind are told and read."""
 
-    reads: str
-    """What it takes, for whoever chooses one."""
     fits: Callable[[Any, Mapping[str, Any]], bool]
     """Whether the prompt's value, in its row, looks like this format."""
     read: Callable[[Row], Turns | tuple[Turns, list[dict[str, Any]]]]
@@ -35,30 +34,16 @@ class Format:
     """Where the prompt stands, unless columns.prompt says so."""
     tools: str = "tools"
     """Where tools stand, unless columns.tools says so."""
-    rollout: bool = False
-    """Whether every turn is answered where the partition does not say."""
 
 
 FORMATS: dict[str, Format] = {
-    "opencodeinstruct": Format(
-        "OpenCodeInstruct: all columns are text",
-        opencodeinstruct.fits,
-        opencodeinstruct.read,
-        opencodeinstruct.COLUMNS,
-    ),
-    "glaive": Format("transcripts with USER:, ASSISTANT:", glaive.fits, glaive.read, glaive.COLUMNS),
-    "bfcl": Format(
-        "BFCL: turns of messages, bare functions",
-        bfcl.fits,
-        bfcl.read,
-        bfcl.COLUMNS,
-        bfcl.TOOLS,
-        rollout=True,
-    ),
-    "sharegpt": Format("lists of {from, value}", sharegpt.fits, messages.read),
-    "messages": Format("lists of {role, content}", messages.fits, messages.read),
-    "turns": Format("lists of user messages", turns.fits, turns.read, rollout=True),
-    "text": Format("one user message", text.fits, text.read),
+    "opencodeinstruct": Format(opencodeinstruct.fits, opencodeinstruct.read, opencodeinstruct.COLUMNS),
+    "glaive": Format(glaive.fits, glaive.read, glaive.COLUMNS),
+    "bfcl": Format(bfcl.fits, bfcl.read, bfcl.COLUMNS, bfcl.TOOLS),
+    "sharegpt": Format(sharegpt.fits, messages.read),
+    "messages": Format(messages.fits, messages.read),
+    "turns": Format(turns.fits, turns.read),
+    "text": Format(text.fits, text.read),
 }
 """By the name that a profile gives. `auto` takes the first that fits."""
 
@@ -108,7 +93,7 @@ def to_conversation(row: Row, fmt: str, mode: str | None) -> Conversation:
         _put_system(source, row)
     column = row.columns.tools or chosen.tools
     tools = tools_of(row.data.get(column) if tools is None else tools, column, row)
-    rollout = mode == "rollout" or (mode is None and chosen.rollout)
+    rollout = mode == "rollout" or (mode is None and fmt in ROLLED_OUT)
     conversation = policies.apply(source, rollout, row.policies, row.notes)
     return Conversation(id=row.id(), turns=conversation, tools=tools, location=row.location)
 
