@@ -1,4 +1,4 @@
-"""`promptmill show`: what it says of rows that it does not show."""
+"""`promptmill show` and `stop`: what they say of what they do not show, or see."""
 
 from __future__ import annotations
 
@@ -87,3 +87,10 @@ def test_flags_of_sealed_answers_are_known(profile: str) -> None:
     assert store.seal_all() == 12
     store.close()
     assert store.flags() == {"repetition"}
+
+
+def test_stop_without_a_run_says_that_one_may_be_starting(
+    capsys: pytest.CaptureFixture[str], profile: str
+) -> None:
+    assert main(["stop", profile]) == 0
+    assert "no run is under way. One that has only just begun" in capsys.readouterr().out
