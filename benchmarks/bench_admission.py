@@ -24,15 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.admission import (
-    FixedPools,
-    Outcome,
-    Simulation,
-    Work,
-    fixed_number,
-    lower_bound_s,
-    read_workload,
-)
+from benchmarks.admission import read_workload
+from promptmill.planning.simulation import FixedPools, Outcome, Simulation, Work, fixed_number, lower_bound_s
 
 KV_TOKENS = (116_000, 159_000, 376_000)
 SMALL, LARGE = 116_000, 376_000

@@ -17,8 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.admission import Server, Simulation, Work, read_workload
+from benchmarks.admission import read_workload
 from promptmill.generation.forecast import Forecast, Lengths
+from promptmill.planning.simulation import Server, Simulation, Work
 from promptmill.sim.request import Request
 from promptmill.sim.scheduler import Engine
 from promptmill.types import Prompt

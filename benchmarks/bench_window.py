@@ -33,10 +33,11 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.admission import FixedPools, Simulation, Work, fixed_number, read_workload
+from benchmarks.admission import read_workload
 from benchmarks.fixed_lengths import busy_s, digest
 from promptmill.generation import picker, prompts, replica, window
 from promptmill.generation.mill import Finished
+from promptmill.planning.simulation import FixedPools, Simulation, Work, fixed_number
 from promptmill.profile import load_profile
 from promptmill.prompts.manifest import prepare, read_prompts
 from promptmill.run import Run, RunRequest

@@ -81,7 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--accept-redo", action="store_true", help="go on though many answered rows would be asked again"
     )
-    plan = add("plan", _plan, "Read, render and count the prompts; no server is started.")
+    plan = add("plan", _plan, "Read, render and count the prompts, and estimate the hours; starts no server.")
+    plan.add_argument(
+        "--kv-tokens",
+        action="append",
+        type=int,
+        default=[],
+        metavar="N",
+        help="estimate the hours on servers with so many KV tokens; several times for several sizes",
+    )
+    plan.add_argument("--mean-output", type=float, metavar="N", help="tokens of an answer, on average")
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it as well; needs matplotlib")
     for sub in (run, plan):
         sub.add_argument("--partition", action="append", default=[], metavar="NAME", help="only this one")
         sub.add_argument("--limit", type=int, metavar="N", help="rows to read of each partition")
@@ -91,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", _show, "Prompts and their answers, reasoning apart.")
     show.add_argument("id", nargs="?", help="only the row with this id")
     show.add_argument("--partition", metavar="NAME", help="only rows of this partition")
-    show.add_argument("--flag", metavar="NAME", help="only answers with this flag, or of this status")
+    show.add_argument(
+        "--flag",
+        metavar="NAME",
+        help="only answers with this flag or of this status; `rejected` shows rows that cannot be asked",
+    )
     show.add_argument("--random", type=int, metavar="N", help="N rows at random")
     reflag = add("reflag", _reflag, "Split and judge all answers anew, from their ids; no server is started.")
     reflag.add_argument("--dry-run", action="store_true", help="say what would change, and change nothing")
@@ -213,40 +227,24 @@ def _quiet_flow(log: Path) -> Callable[..., Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from promptmill.planning.plan import make_plan
+    from promptmill.planning.plot import check_plot, draw
     from promptmill.profile import load_profile
-    from promptmill.prompts.manifest import make_current, prepare
-    from promptmill.prompts.policies import NOTES
-    from promptmill.prompts.reasons import with_remedy
     from promptmill.run import Run, RunRequest, check_request
 
     profile = load_profile(args.profile, args.overrides)
     request = RunRequest(tuple(args.partition), args.limit)
     check_request(profile, request)
-    run = Run.read(profile, request)
-    manifests = [prepare(run.preparation(name)) for name in run.partitions]
-    if not run.store.lock.holder():
-        for manifest in manifests:
-            make_current(manifest, run.store.manifests)
-    run.store.refresh()
-    tallies = {manifest.partition: run.store.tally(manifest) for manifest in manifests}
+    if args.plot:
+        check_plot(args.plot)
+    plan = make_plan(Run.read(profile, request), args.kv_tokens, args.mean_output)
     if args.json:
-        plan = {m.partition: {**m.to_json(), **tallies[m.partition].to_json()} for m in manifests}
-        print(json.dumps({"partitions": plan}, indent=1))
-        return OK
-    for manifest in manifests:
-        tally = tallies[manifest.partition]
-        print(
-            f"{manifest.partition}: {manifest.rows:,} rows ({manifest.kind}), "
-            f"{manifest.prompts:,} prompts, {manifest.prompt_tokens:,} tokens, "
-            f"longest {manifest.longest_prompt:,}; {tally.pending:,} pending, "
-            f"at most {manifest.max_new_tokens:,} new tokens each"
-        )
-        for note, n in manifest.notes.items():
-            print(f"  {n:,} {note}: {NOTES[note]}")
-        for reason, n in manifest.rejected.items():
-            print(f"  {n:,} rejected: {with_remedy(reason)}")
-        for example in manifest.examples:
-            print(f"    {example}")
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        for line in plan.lines():
+            print(line)
+    if args.plot:
+        draw(plan, args.plot)
     return OK
 
 
@@ -327,7 +325,7 @@ def _stop(args: argparse.Namespace) -> int:
     store = Store(load_profile(args.profile, args.overrides))
     holder = store.lock.holder()
     if not holder:
-        print("no run is under way.")
+        print("no run is under way. One that has only just begun is seen once it has loaded the tokenizer.")
         return OK
     store.stop_file.touch()
     print(f"asked to stop: {holder}. It finishes what is in flight; a later run goes on.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from promptmill.errors import ConfigError
 from promptmill.settings import PartitionSettings, Profile
@@ -34,19 +35,22 @@ def load_profile(
     path = find_profile(name)
     raw = _read_toml(path)
     _key_partitions_by_name(raw, path)
+    origins: dict[tuple[str, ...], str] = {}
     for variable, value in sorted((environ if environ is not None else os.environ).items()):
         if variable.upper().startswith(ENV_PREFIX):
             dotted = variable[len(ENV_PREFIX) :].split("__")
-            _set(raw, dotted, value, what=f"environment variable {variable}")
+            what = f"environment variable {variable}"
+            origins[_set(raw, dotted, value, what)] = what
     for override in overrides:
         dotted_text, eq, value = override.partition("=")
         if not eq:
             raise ConfigError(f"--set {override}: expected name=value, for example server.port=8000.")
-        _set(raw, dotted_text.split("."), value, what=f"--set {override}")
+        what = f"--set {override}"
+        origins[_set(raw, dotted_text.split("."), value, what)] = what
     try:
         return Profile(**raw)
     except ValidationError as error:
-        raise ConfigError(f"Profile {path}: {_explain(error)}") from None
+        raise ConfigError(_explain(error, raw, origins, f"Profile {path}")) from None
 
 
 def find_profile(name: str) -> Path:
@@ -93,21 +97,24 @@ def _key_partitions_by_name(raw: dict[str, Any], path: Path) -> None:
     raw["partitions"] = table
 
 
-def _set(raw: dict[str, Any], dotted: list[str], text: str, what: str) -> None:
-    """Set one value in `raw`. Raises ConfigError for a path that no setting has."""
+def _set(raw: dict[str, Any], dotted: list[str], text: str, what: str) -> tuple[str, ...]:
+    """Set one value in `raw`; returns its real path. Raises ConfigError for a path that no setting has."""
+    path: list[str] = []
     here: dict[str, Any] = raw
     model: Any = Profile
     for depth, part in enumerate(dotted):
         key, model = _step(model, part, here, what)
+        path.append(key)
         if depth == len(dotted) - 1:
             if _as_model(model) is not None or model == dict[str, PartitionSettings]:
                 raise ConfigError(f"{what}: {'.'.join(dotted)} is a table; name a setting inside it.")
             here[key] = _parse(text, model)
-            return
+            break
         below = here.setdefault(key, {})
         if not isinstance(below, dict):
             raise ConfigError(f"{what}: {'.'.join(dotted[: depth + 1])} is not a table.")
         here = below
+    return tuple(path)
 
 
 def _step(model: Any, part: str, here: Mapping[str, Any], what: str) -> tuple[str, Any]:
@@ -164,21 +171,39 @@ def _parse(text: str, annotation: Any) -> object:
         return text
 
 
-def _explain(error: ValidationError) -> str:
-    """One sentence a mistake, with the setting's name first."""
-    lines = []
+def _explain(
+    error: ValidationError, raw: Mapping[str, Any], origins: Mapping[tuple[str, ...], str], file: str
+) -> str:
+    """One sentence a mistake: who said it, unless that was said before, the setting's name, what is wrong."""
+    said, lines = "", []
     for mistake in error.errors(include_url=False):
-        where = ".".join(str(part) for part in mistake["loc"])
-        if mistake["type"] == "extra_forbidden":
-            known = _names_at(mistake["loc"][:-1])
-            lines.append(f"there is no setting {where!r}.{_did_you_mean(str(mistake['loc'][-1]), known)}")
-        elif mistake["type"] == "missing":
-            lines.append(f"{where} is missing.")
-        elif mistake["type"] == "value_error" and not where:
-            lines.append(mistake["msg"].removeprefix("Value error, ") + ".")
-        else:
-            lines.append(f"{where}: {mistake['msg']} (it is {mistake['input']!r}).")
+        origin = _origin(mistake["loc"], raw, origins) or file
+        lines.append(_sentence(mistake) if origin == said else f"{origin}: {_sentence(mistake)}")
+        said = origin
     return " ".join(lines)
+
+
+def _origin(
+    location: tuple[int | str, ...], raw: Mapping[str, Any], origins: Mapping[tuple[str, ...], str]
+) -> str | None:
+    """What set the value at `location`, if it was not the file; partitions are numbered there."""
+    path = list(location)
+    if len(path) > 1 and path[0] == "partitions" and isinstance(path[1], int):
+        path[1] = list(raw["partitions"])[path[1]]
+    wanted = tuple(str(part) for part in path)
+    return next((what for end in range(len(wanted), 0, -1) if (what := origins.get(wanted[:end]))), None)
+
+
+def _sentence(mistake: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in mistake["loc"])
+    if mistake["type"] == "extra_forbidden":
+        known = _names_at(mistake["loc"][:-1])
+        return f"there is no setting {where!r}.{_did_you_mean(str(mistake['loc'][-1]), known)}"
+    if mistake["type"] == "missing":
+        return f"{where} is missing."
+    if mistake["type"] == "value_error" and not where:
+        return mistake["msg"].removeprefix("Value error, ") + "."
+    return f"{where}: {mistake['msg']} (it is {mistake['input']!r})."
 
 
 def _names_at(location: tuple[int | str, ...]) -> list[str]:

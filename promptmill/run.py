@@ -32,7 +32,7 @@ from promptmill.release.dataset import Release, publish
 from promptmill.serving import command
 from promptmill.serving.process import choose_port, end_leftovers
 from promptmill.serving.supervisor import Supervisor
-from promptmill.settings import Profile
+from promptmill.settings import PartitionSettings, Profile
 from promptmill.store.objects import LocalFolder, open_folder
 from promptmill.store.store import Store, check_disk
 from promptmill.types import Manifest, Tally
@@ -83,11 +83,11 @@ class Run:
             run.store.close()
 
     @classmethod
-    def read(cls, profile: Profile, request: RunRequest) -> Run:
-        """The same without lock or servers, for looking only."""
+    def read(cls, profile: Profile, request: RunRequest, cache: Path | None = None) -> Run:
+        """The same without lock or servers, for looking only. `cache`: where a tokenizer may be rebuilt."""
         store = Store(profile)
         model = resolve_model(profile)
-        tokenizer = load_tokenizer(profile, model, store.manifests)
+        tokenizer = load_tokenizer(profile, model, cache or store.manifests)
         return cls(profile, request, model, ChatRenderer(tokenizer, profile.chat), store)
 
     @property
@@ -130,9 +130,11 @@ class Run:
         """
         for manifest in manifests:
             check_rendered(manifest, self.profile.run.max_unrendered)
-            before = manifests_.load_current(self.store.manifests, manifest.partition)
-            if before is not None and before.key != manifest.key and not self.request.accept_redo:
-                self._check_redo(before, manifest)
+            redo = None if self.request.accept_redo else self.redo(manifest)
+            if redo and redo.is_refused:
+                raise ConfigError(
+                    f"partition {redo.partition}: {redo}. Undo the change, or pass --accept-redo."
+                )
         for manifest in manifests:
             manifests_.make_current(manifest, self.store.manifests)
             if not manifest.rows:
@@ -167,28 +169,48 @@ class Run:
         events.tell(events.Released(release.address, release.revision, release.new, release.rows))
         return release
 
-    def _check_redo(self, before: Manifest, after: Manifest) -> None:
+    def redo(self, after: Manifest) -> Redo | None:
+        """What taking this manifest would ask again on account of changed settings; None where nothing."""
+        before = manifests_.load_current(self.store.manifests, after.partition)
+        if before is None or before.key == after.key:
+            return None
+
         def pending(keys: Keys) -> npt.NDArray[np.bool_]:
             return self.store.progress(keys, before.max_new_tokens).pending_rows()
 
+        names = {*before.identity, *after.identity}
+        changed = sorted(n for n in names if before.identity.get(n) != after.identity.get(n))
+        if not changed:
+            return None
         answered = manifests_.read_prompts(before, lambda keys: ~pending(keys))
         known = {row.id: row.prompt_hashes for row in answered}
-        if not known:
-            return
-        redone = sum(
+        rows = sum(
             row.id in known and row.prompt_hashes != known[row.id]
             for row in manifests_.read_prompts(after, pending)
         )
-        changed = sorted(
-            name
-            for name in {*before.identity, *after.identity}
-            if before.identity.get(name) != after.identity.get(name)
+        return Redo(after.partition, rows, len(known), changed) if rows else None
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Answered rows of a partition that would be asked again."""
+
+    partition: str
+    rows: int
+    answered: int
+    changed: list[str]
+    """Settings that did it."""
+
+    @property
+    def is_refused(self) -> bool:
+        """More than 5 %: a run wants to be told that it is meant."""
+        return self.rows > _REDO_SHARE * self.answered
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} of {self.answered} answered rows would be asked again, "
+            f"because of: {', '.join(self.changed)}"
         )
-        if changed and redone > _REDO_SHARE * len(known):
-            raise ConfigError(
-                f"partition {after.partition}: {redone} of {len(known)} answered rows would be asked again, "
-                f"because of: {', '.join(changed)}. Undo the change, or pass --accept-redo."
-            )
 
 
 def check(profile: Profile, request: RunRequest) -> None:
@@ -231,10 +253,15 @@ def check_request(profile: Profile, request: RunRequest) -> None:
         raise ConfigError(f"--limit {request.limit}: a number above 0 is wanted.")
     for part in profile.partitions:
         if not request.partitions or part.name in request.partitions:
-            try:
-                list_files(part.source)
-            except ConfigError as error:
-                raise ConfigError(f"partition {part.name}: {error}") from None
+            check_source(part)
+
+
+def check_source(part: PartitionSettings) -> None:
+    """Raises ConfigError where the partition's source is not there."""
+    try:
+        list_files(part.source)
+    except ConfigError as error:
+        raise ConfigError(f"partition {part.name}: {error}") from None
 
 
 def check_places(profile: Profile) -> None:

@@ -446,13 +446,18 @@ class Profile(BaseSettings):
                     table[key] = "***"
         for name in ("command", "cleanup"):
             data["server"][name] = mask_command(data["server"][name])
-        data["server"]["urls"] = [_URL_PASSWORD.sub("***@", url) for url in data["server"]["urls"]]
+        data["server"]["urls"] = [mask_url(url) for url in data["server"]["urls"]]
         return data
 
 
 def is_secret_name(name: str) -> bool:
     """Whether the value under this name is none for other eyes."""
     return bool(_SECRET.search(name))
+
+
+def mask_url(url: str) -> str:
+    """An address to be shown, without the password in it."""
+    return _URL_PASSWORD.sub("***@", url)
 
 
 def mask_command(command: Sequence[str]) -> list[str]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from promptmill.errors import ConfigError
-from promptmill.prompts.manifest import load_current, read_prompts
+from promptmill.prompts.manifest import load_current, read_prompts, read_rejects
 from promptmill.settings import Profile
 from promptmill.store.store import Store
-from promptmill.types import Answer, PromptRow
+from promptmill.types import STATUSES, Answer, PromptRow
+
+T = TypeVar("T")
 
 _SHOWN_BY_DEFAULT = 10
 
@@ -36,19 +39,68 @@ def show(profile: Profile, wanted: Filter) -> int:
         raise ConfigError(f"--partition {wanted.partition}: the profile has {', '.join(names)}.")
     store = Store(profile)
     store.refresh()
-    chosen = list(_rows(store, [wanted.partition] if wanted.partition else names, wanted))
-    total = len(chosen)
-    if wanted.random is not None:
-        chosen = random.sample(chosen, min(max(wanted.random, 0), total))
-    elif wanted.id is None:
-        chosen = chosen[:_SHOWN_BY_DEFAULT]
-    answers = store.lookup({h for _, row in chosen for hashes in row.prompt_hashes for h in hashes})
+    partitions = [wanted.partition] if wanted.partition else names
     console = Console(highlight=False, soft_wrap=True)
+    if wanted.flag == "rejected":
+        return _show_rejects(console, store, partitions, wanted)
+    found = list(_rows(store, partitions, wanted))
+    if wanted.flag and not found:
+        _check_flag(store, wanted.flag)
+    chosen = _some(found, wanted)
+    answers = store.lookup({h for _, row in chosen for hashes in row.prompt_hashes for h in hashes})
     for partition, row in chosen:
         _print(console, partition, row, answers)
-    if len(chosen) < total and wanted.random is None:
-        console.print(f"{len(chosen)} of {total} rows; name an id, or ask for --random N.")
+    _tell_of_others(console, len(chosen), len(found), wanted)
+    if wanted == Filter(None, wanted.partition, None, None):
+        _tell_of_unanswered(console, store, partitions)
     return len(chosen)
+
+
+def _some(found: list[T], wanted: Filter) -> list[T]:
+    if wanted.random is not None:
+        return random.sample(found, min(max(wanted.random, 0), len(found)))
+    return found[:_SHOWN_BY_DEFAULT] if wanted.id is None else found
+
+
+def _tell_of_others(console: Console, shown: int, found: int, wanted: Filter) -> None:
+    if shown < found and wanted.random is None:
+        console.print(f"{shown} of {found} rows; name an id, or ask for --random N.")
+
+
+def _tell_of_unanswered(console: Console, store: Store, partitions: list[str]) -> None:
+    """What is not shown because it has no answer."""
+    for partition in partitions:
+        if manifest := load_current(store.manifests, partition):
+            counts = store.tally(manifest).counts
+            if counts["pending"]:
+                console.print(f"{partition}: {counts['pending']} rows are not answered yet.")
+            if counts["rejected"]:
+                console.print(f"{partition}: {counts['rejected']} rows are rejected; see --flag rejected.")
+
+
+def _show_rejects(console: Console, store: Store, partitions: list[str], wanted: Filter) -> int:
+    """Rows that cannot be asked: their place and the reason. They have no id but their place."""
+    found = [
+        (partition, reject)
+        for partition in partitions
+        if (manifest := load_current(store.manifests, partition))
+        for reject in read_rejects(manifest)
+        if wanted.id in (None, reject.location)
+    ]
+    chosen = _some(found, wanted)
+    for partition, reject in chosen:
+        console.rule(f"{partition} · {reject.location}", align="left")
+        _block(console, reject.reason, reject.detail, "red")
+    _tell_of_others(console, len(chosen), len(found), wanted)
+    return len(chosen)
+
+
+def _check_flag(store: Store, flag: str) -> None:
+    """Raises ConfigError for a flag that no answer has."""
+    known = store.flags()
+    if flag not in STATUSES and flag not in known:
+        flags = f"flags that answers have: {', '.join(sorted(known))}" if known else "no answer has a flag"
+        raise ConfigError(f"--flag {flag}: no such status or flag. Statuses: {', '.join(STATUSES)}; {flags}.")
 
 
 def _rows(store: Store, partitions: list[str], wanted: Filter) -> Iterator[tuple[str, PromptRow]]:

@@ -26,6 +26,7 @@ from promptmill import events
 from promptmill.generation.mill import Mill
 from promptmill.release.card import accounting_table, reject_list
 from promptmill.run import Run
+from promptmill.serving.supervisor import Life
 from promptmill.types import Tally
 
 _EVERY_S = 3.0
@@ -108,15 +109,20 @@ def show_lives(run: Run) -> None:
         )
 
 
+def deaths(lives: Sequence[Life]) -> str:
+    """What ended the lives that have ended, as a numbered list."""
+    ended = [life for life in lives if life.cause_of_death]
+    return "".join(
+        f"\n{number}. {life.server}: {life.cause_of_death}. {life.remedy}."
+        for number, life in enumerate(ended, 1)
+    )
+
+
 def show_report(run: Run, tallies: Sequence[Tally], release: events.Released | None) -> None:
     """The report at the end, and a link to the release."""
     outcome = str(release) if release else "No release."
     lives = f"Server lives: {len(run.servers.lives)}; deaths: {len(run.servers.deaths)}."
-    lives += "".join(
-        f"\n1. {life.server}: {life.cause_of_death}. {life.remedy}."
-        for life in run.servers.lives
-        if life.cause_of_death
-    )
+    lives += deaths(run.servers.lives)
     create_markdown_artifact(
         key="report",
         markdown=f"# {outcome}\n\n{accounting_table(tallies)}\n\n{lives}\n\n"

@@ -93,6 +93,9 @@ class StubRenderer:
     def render(self, messages: Sequence[dict[str, Any]], tools: object) -> list[int]:
         return list("\n".join(m["content"] for m in messages).encode())
 
+    def render_many(self, prompts: Sequence[tuple[Sequence[dict[str, Any]], object]]) -> list[list[int]]:
+        return [self.render(*prompt) for prompt in prompts]
+
     def fingerprint(self) -> str:
         return "stub"
 

@@ -40,7 +40,7 @@ from promptmill.settings import Profile
 from promptmill.store.store import Store
 from promptmill.types import Manifest, Prompt, Tally
 
-_MEANS = "mean_outputs"
+MEANS = "mean_outputs"
 """Remembered from run to run: output tokens of an answer, by partition."""
 _TICK_S = 0.2
 _FIGURES_S = 1.0
@@ -95,7 +95,7 @@ class Loop:
             m.partition: make_partition(profile, store, m, renderer, retry_failed) for m in manifests
         }
         store.held = self._held
-        self._picker = Picker(store.recall(_MEANS))
+        self._picker = Picker(store.recall(MEANS))
         self._sizes = RequestSizes()
         self._suspects = Suspects()
         self._wake = asyncio.Event()
@@ -150,7 +150,7 @@ class Loop:
             for replica in self.replicas:
                 replica.close()
         with suppress(StoreError):  # a small loss
-            await asyncio.to_thread(self._store.remember, _MEANS, self._picker.mean_outputs())
+            await asyncio.to_thread(self._store.remember, MEANS, self._picker.mean_outputs())
         try:
             await asyncio.to_thread(self._store.seal_all)
         except StoreError as error:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from promptmill.types import PromptRow
+from promptmill.types import Message, PromptRow
 
 T = TypeVar("T")
 
@@ -58,12 +58,17 @@ def _shuffled(block: list[T], family: Callable[[T], Hashable], rng: random.Rando
 
 def family_of(row: PromptRow) -> bytes | None:
     """What prompts with the same start have in common: leading system messages and tools; None without."""
+    return family_of_start(row.turns[0], row.tools)
+
+
+def family_of_start(messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> bytes | None:
+    """The same of a first turn and its tools."""
     leading = []
-    for message in row.turns[0]:
+    for message in messages:
         if message["role"] != "system":
             break
         leading.append(message)
-    if not leading and not row.tools:
+    if not leading and not tools:
         return None
-    start = repr([leading, row.tools]).encode("utf-8", "surrogatepass")
+    start = repr([leading, tools]).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(start, digest_size=16).digest()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from promptmill.types import Prompt
 
-_PRIOR_TOKENS = 2_500.0
+PRIOR_TOKENS = 2_500.0
+"""Of an answer, while nothing is known."""
 _PRIOR_WEIGHT = 8.0
 """In answers."""
 _AHEAD = 0.25
@@ -70,7 +71,7 @@ class Picker:
 
         `fresh` is read lazily, in its order, from within `pick`.
         """
-        self._outputs.setdefault(partition, _Outputs(_PRIOR_TOKENS))
+        self._outputs.setdefault(partition, _Outputs(PRIOR_TOKENS))
         self._queues[partition] = _Queue(max(1, total), cap, length_class, weight, iter(fresh))
 
     def remove(self, partition: str) -> None:
@@ -92,7 +93,7 @@ class Picker:
 
     def finished(self, partition: str, output_tokens: int) -> None:
         """An answer of the partition is there; how long it is moves the partition's mean."""
-        self._outputs.setdefault(partition, _Outputs(_PRIOR_TOKENS)).add(output_tokens)
+        self._outputs.setdefault(partition, _Outputs(PRIOR_TOKENS)).add(output_tokens)
 
     def mean_outputs(self) -> dict[str, float]:
         """Output tokens of an answer by partition, to be given to the next run's picker."""

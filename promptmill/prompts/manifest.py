@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from promptmill.chat import ChatRenderer
-from promptmill.errors import PromptRejected
 from promptmill.files import written_whole
 from promptmill.model import Model
 from promptmill.prompts import formats, json_text, sources
@@ -37,10 +36,11 @@ FILES_VERSION = 2
 """Raised when what lies in a manifest's files changes: they are made anew, and prompt hashes stay."""
 
 _BATCH = 1000
+_BATCH_TOKENS = 500_000
+"""Of ids as Python keeps them, 36 bytes each, before they are written."""
 _AT_A_TIME = 100
 _ROWS_OF_KEYS = 10_000
 _EXAMPLES = 3
-_DETAIL = 1000
 _KEY_COLUMNS = ["prompt_hashes", "max_new_tokens"]
 _SCHEMA = pa.schema(
     [
@@ -296,30 +296,24 @@ def _write(
 ) -> formats.Choice:
     """Stream the source into the two files; returns the format that was used."""
     part = preparation.partition
-    chosen = formats.Choice(part.format, part.columns.prompt)
+    rows = islice(read_rows(sources.list_files(part.source)), preparation.limit)
     reader = RowReader(preparation)
     batch: list[PromptRow] = []
-    rows = islice(read_rows(sources.list_files(part.source)), preparation.limit)
+    tokens = 0
     with pq.ParquetWriter(prompts_file, _SCHEMA, compression="zstd") as writer:
-        for index, raw in enumerate(rows):
-            try:
-                if isinstance(raw, Reject):
-                    raise PromptRejected(raw.reason, raw.detail)
-                if chosen.format == "auto":
-                    chosen = reader.choose(raw)
-                row, notes = reader.read(index, raw, chosen.format)
-            except PromptRejected as error:
-                reject = Reject(raw.location, error.reason, error.detail[:_DETAIL])
-                summary.reject(reject)
-                rejects_file.write(_line(reject))
+        for result in reader.read(rows):
+            if isinstance(result, Reject):
+                summary.reject(result)
+                rejects_file.write(_line(result))
                 continue
-            summary.add(row, notes)
-            batch.append(row)
-            if len(batch) == _BATCH:
+            summary.add(*result)
+            batch.append(result[0])
+            tokens += len(result[0].input_ids)
+            if len(batch) == _BATCH or tokens >= _BATCH_TOKENS:
                 writer.write_batch(_to_arrow(batch))
-                batch = []
+                batch, tokens = [], 0
         writer.write_batch(_to_arrow(batch))
-    return chosen
+    return reader.chosen
 
 
 def _line(reject: Reject) -> bytes:

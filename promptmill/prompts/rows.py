@@ -1,8 +1,14 @@
-"""One raw row to a prompt row: read by its format, under the partition's policies, rendered and hashed."""
+"""Raw rows to prompt rows: read by their format, under the partition's policies, rendered and hashed.
+
+Some hundred at a time: while these are hashed and written, the next are rendered.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.prompts import formats, where
@@ -10,17 +16,42 @@ from promptmill.prompts.control import ControlTokens
 from promptmill.prompts.formats.row import Row
 from promptmill.prompts.hashing import PromptHasher, digest
 from promptmill.prompts.readers import RawRow
-from promptmill.types import Conversation, PromptRow
+from promptmill.types import Conversation, PromptRow, Reject
 
 if TYPE_CHECKING:
     from promptmill.prompts.manifest import Preparation
 
+T = TypeVar("T")
+U = TypeVar("U")
+
+_CHUNK_ROWS = 200
+_CHUNK_CHARACTERS = 1_000_000
+_DETAIL = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A row that is a conversation, before it is rendered."""
+
+    index: int
+    conversation: Conversation
+    row: Row
+
+
+Prepared = tuple[PromptRow, set[str]]
+"""A prompt, and what policies did to its row."""
+Chunk = list[Understood | Reject]
+Rendered = list[list[int] | PromptRejected]
+"""Of the conversations of a chunk, in order."""
+
 
 class RowReader:
-    """Reads the rows of one partition, in order."""
+    """Reads the rows of one partition, in order, once."""
 
     def __init__(self, preparation: Preparation) -> None:
         profile, part = preparation.profile, preparation.partition
+        self.chosen = formats.Choice(part.format, part.columns.prompt)
+        """The format; what `auto` chose, once a row could tell."""
         self._part = part
         self._renderer = preparation.renderer
         sampling = profile.sampling_for(part)
@@ -33,28 +64,68 @@ class RowReader:
         self._control = ControlTokens(renderer.control_tokens(), renderer.marker_texts)
         self._asked: set[bytes] = set()
 
-    def choose(self, raw: RawRow) -> formats.Choice:
-        """The format of the row. Raises PromptRejected where it does not tell, ConfigError for none."""
-        try:
-            return formats.choose_format(self._row(raw))
-        except ConfigError as error:
-            raise ConfigError(f"partition {self._part.name}: {raw.location}: {error}") from None
+    def read(self, rows: Iterable[RawRow | Reject]) -> Iterator[Prepared | Reject]:
+        """Every row in its order. Raises ConfigError where no format fits the rows at all."""
+        with ThreadPoolExecutor(1, "render") as pool:
+            for chunk, rendered in _one_ahead(pool, self._render, self._chunks(rows)):
+                ids = iter(rendered)
+                for item in chunk:
+                    yield item if isinstance(item, Reject) else self._prepared(item, next(ids))
 
-    def read(self, index: int, raw: RawRow, fmt: str) -> tuple[PromptRow, set[str]]:
-        """The prompt, and what policies did to the row. Raises PromptRejected."""
-        row = self._row(raw)
-        where.check(raw.data, self._part.where)
-        if raw.replaced:
-            row.note_surrogates()
-        conversation = formats.to_conversation(row, fmt, self._part.mode)
-        self._check_control(conversation, row)
-        ids = self._renderer.render(conversation.turns[0], conversation.tools)
-        cap = self._room(len(ids), row)
+    def _chunks(self, rows: Iterable[RawRow | Reject]) -> Iterator[Chunk]:
+        chunk: Chunk = []
+        characters = 0
+        for index, raw in enumerate(rows):
+            item = _cut(raw) if isinstance(raw, Reject) else self._understood(index, raw)
+            chunk.append(item)
+            if isinstance(item, Understood):
+                characters += sum(len(message["content"]) for message in item.conversation.turns[0])
+            if len(chunk) == _CHUNK_ROWS or characters >= _CHUNK_CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+        yield chunk
+
+    def _understood(self, index: int, raw: RawRow) -> Understood | Reject:
+        row = Row(raw.data, raw.location, self._part.columns, self._part.policies)
+        try:
+            if self.chosen.format == "auto":
+                self.chosen = self._choose(row)
+            where.check(raw.data, self._part.where)
+            if raw.replaced:
+                row.note_surrogates()
+            conversation = formats.to_conversation(row, self.chosen.format, self._part.mode)
+            self._check_control(conversation, row)
+        except PromptRejected as error:
+            return _cut(Reject(raw.location, error.reason, error.detail))
+        return Understood(index, conversation, row)
+
+    def _choose(self, row: Row) -> formats.Choice:
+        try:
+            return formats.choose_format(row)
+        except ConfigError as error:
+            raise ConfigError(f"partition {self._part.name}: {row.location}: {error}") from None
+
+    def _render(self, chunk: Chunk) -> Rendered:
+        conversations = (item.conversation for item in chunk if isinstance(item, Understood))
+        return self._renderer.render_many([(said.turns[0], said.tools) for said in conversations])
+
+    def _prepared(self, item: Understood, ids: list[int] | PromptRejected) -> Prepared | Reject:
+        try:
+            if isinstance(ids, PromptRejected):
+                raise ids
+            return self._hashed(item, ids), item.row.notes
+        except PromptRejected as error:
+            return _cut(Reject(item.row.location, error.reason, error.detail))
+
+    def _hashed(self, item: Understood, ids: list[int]) -> PromptRow:
+        """Raises PromptRejected."""
+        conversation = item.conversation
+        cap = self._room(len(ids), item.row)
         later = conversation.turns[1:]
         hashes = [self._hash.chain(self._first(conversation, ids, sample), later) for sample in self._samples]
-        self._check_asked(hashes[0][-1], row)
-        prompt = PromptRow(
-            row=index,
+        self._check_asked(hashes[0][-1], item.row)
+        return PromptRow(
+            row=item.index,
             id=conversation.id,
             location=conversation.location,
             turns=conversation.turns,
@@ -63,15 +134,11 @@ class RowReader:
             prompt_hashes=hashes,
             max_new_tokens=cap,
         )
-        return prompt, row.notes
 
     def _first(self, conversation: Conversation, ids: list[int], sample: int) -> str:
         if self._chat is None:
             return self._hash(ids, sample)
         return self._hash.of_messages(conversation.turns[0], conversation.tools, self._chat, sample)
-
-    def _row(self, raw: RawRow) -> Row:
-        return Row(raw.data, raw.location, self._part.columns, self._part.policies)
 
     def _check_control(self, conversation: Conversation, row: Row) -> None:
         if token := self._control.find(conversation.turns, conversation.tools):
@@ -99,3 +166,19 @@ class RowReader:
             raise PromptRejected("duplicate", "an earlier row asks the same")
         else:
             row.notes.add("duplicate_joined")
+
+
+def _cut(reject: Reject) -> Reject:
+    return Reject(reject.location, reject.reason, reject.detail[:_DETAIL])
+
+
+def _one_ahead(pool: Executor, work: Callable[[T], U], items: Iterable[T]) -> Iterator[tuple[T, U]]:
+    """Each item and what `work` makes of it in the pool; the next one is under way meanwhile."""
+    before: tuple[T, Future[U]] | None = None
+    for item in items:
+        current = (item, pool.submit(work, item))
+        if before:
+            yield before[0], before[1].result()
+        before = current
+    if before:
+        yield before[0], before[1].result()

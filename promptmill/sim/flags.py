@@ -62,6 +62,14 @@ _LISTS = {"cuda_graph_bs_decode", "cuda_graph_bs_prefill", "cuda_graph_bs"}
 _SWITCHES = {"enable_multimodal", "enable_lora", "enable_lora_overlap_loading"}
 
 
+_SHOWN = {
+    "model_path", "host", "port", "served_model_name", "context_length", "mem_fraction_static", "tp_size",
+    "max_running_requests", "max_total_tokens", "chunked_prefill_size", "schedule_conservativeness",
+    "kv_cache_dtype",
+}  # fmt: skip
+"""Of SGLang's flags, those in --help; the others are SGLang's to explain."""
+
+
 def server_args(version: str) -> dict[str, Any]:
     """Every argument of that version with its default, in the order of /server_info."""
     defaults: dict[str, Any] = json.loads((Path(__file__).parent / "server_args.json").read_text())
@@ -87,6 +95,8 @@ def parse(argv: list[str]) -> tuple[dict[str, Any], argparse.Namespace]:
 def _parser(version: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch_server.py",
+        usage="%(prog)s --model-path PATH [flags of SGLang and of the simulator]",
+        description=f"Takes every flag of SGLang {version}; those that matter most here are listed.",
         epilog=faults.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -104,22 +114,25 @@ def _parser(version: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
 def _add(
     parser: argparse.ArgumentParser, key: str, flags: list[str], default: Any, choices: list[str] | None
 ) -> None:
+    hidden: dict[str, Any] = {} if key in _SHOWN else {"help": argparse.SUPPRESS}
     if isinstance(default, bool) or key in _SWITCHES:
-        parser.add_argument(*flags, action="store_true", default=default)
+        parser.add_argument(*flags, action="store_true", default=default, **hidden)
     elif key in _LISTS:
-        parser.add_argument(*flags, type=int, nargs="+", default=default)
+        parser.add_argument(*flags, type=int, nargs="+", default=default, **hidden)
     elif isinstance(default, list):
-        parser.add_argument(*flags, nargs="*", default=default)
+        parser.add_argument(*flags, nargs="*", default=default, **hidden)
     elif isinstance(default, dict):
-        parser.add_argument(*flags, type=json.loads, default=default)
+        parser.add_argument(*flags, type=json.loads, default=default, **hidden)
     elif key == "context_length":
-        parser.add_argument(*flags, type=_tokens, default=default)
+        parser.add_argument(*flags, type=_tokens, default=default, **hidden)
     elif isinstance(default, float) or key in _FLOATS:
-        parser.add_argument(*flags, type=float, default=default)
+        parser.add_argument(*flags, type=float, default=default, **hidden)
     elif isinstance(default, int) or key in _INTS:
-        parser.add_argument(*flags, type=int, default=default)
+        parser.add_argument(*flags, type=int, default=default, **hidden)
     else:
-        parser.add_argument(*flags, type=str, default=default, choices=choices, required=key == "model_path")
+        parser.add_argument(
+            *flags, type=str, default=default, choices=choices, required=key == "model_path", **hidden
+        )
 
 
 def _add_sim_flags(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar, cast
 
 from promptmill.errors import ConfigError, StoreError
 from promptmill.files import sync_folder
+from promptmill.store.s3_hints import hint
 
 T = TypeVar("T")
 
@@ -170,7 +171,8 @@ class S3Folder(Folder):
                 raise StoreError(f"{self.address(name)}: the bucket does not exist") from error
             raise
         except (BotoCoreError, ClientError, OSError) as error:
-            raise StoreError(f"{self.address(name)}: {type(error).__name__}: {error}") from error
+            said = f"{type(error).__name__}: {error}"
+            raise StoreError(f"{self.address(name)}: {said}{hint(said)}") from error
 
     def _bucket_exists(self) -> bool:
         try:

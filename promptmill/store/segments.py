@@ -96,6 +96,15 @@ class Segments:
                 if flag == row["status"] or flag in row["flags"]:
                     yield row["prompt_hash"]
 
+    def flags(self, names: Iterable[str]) -> set[str]:
+        """Every flag that an answer has."""
+        found: set[str] = set()
+        for name in names:
+            found.update(
+                pc.unique(self._read(name, ["flags"]).column("flags").combine_chunks().flatten()).to_pylist()
+            )
+        return found
+
     def everything(self, names: Iterable[str]) -> Iterator[Answer]:
         """All answers, segment by segment."""
         for name in names:

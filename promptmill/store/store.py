@@ -103,6 +103,14 @@ class Store:
             return {h for h in found if (known := self.known(h)) and known.status == name}
         return found
 
+    def flags(self) -> set[str]:
+        """Every flag that an answer has."""
+        found: set[str] = set()
+        for partition in self._reader.partitions():
+            for answer in self._reader.answers(partition):
+                found.update(answer.flags)
+        return found | self._segments.flags(self._segments.names())
+
     def is_done(self, prompt_hash: str, max_new_tokens: int, retry_failed: bool = False) -> bool:
         """Whether the prompt needs no request: answered, not cut below today's cap; or failed.
 

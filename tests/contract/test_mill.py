@@ -71,6 +71,9 @@ class Letters:
     def render(self, messages: list[dict[str, Any]], tools: object) -> list[int]:
         return [ord(c) for c in "".join(m["role"][0] + m["content"] for m in messages)]
 
+    def render_many(self, prompts: list[tuple[list[dict[str, Any]], object]]) -> list[list[int]]:
+        return [self.render(*prompt) for prompt in prompts]
+
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 

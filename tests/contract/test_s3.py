@@ -200,6 +200,7 @@ def test_s3_probe_with_a_wrong_secret_is_a_config_error_without_it(
     with pytest.raises(ConfigError, match=f"{url} cannot be written to") as caught:
         S3Folder(url).probe()
     assert wrong not in str(caught.value)
+    assert "AWS_SECRET_ACCESS_KEY" in str(caught.value)
     assert SECRET not in str(caught.value)
 
 

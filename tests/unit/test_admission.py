@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.admission import Simulation, Work, lower_bound_s, read_workload
+from benchmarks.admission import read_workload
 from benchmarks.bench_admission import PROFILE_FLAG, ROWS, Figure
+from promptmill.planning.simulation import Simulation, Work, lower_bound_s
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)

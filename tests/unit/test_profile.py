@@ -280,3 +280,35 @@ def test_settings_every_field_is_documented() -> None:
 def test_settings_partition_overrides_every_sampling_field() -> None:
     assert list(settings.SamplingOverride.model_fields) == list(settings.SamplingSettings.model_fields)
     assert all(f.default is None for f in settings.SamplingOverride.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "origin"),
+    [
+        (["server.port=many"], {}, "--set server.port=many: server.port: "),
+        (
+            [],
+            {"PROMPTMILL_SERVER__PORT": "many"},
+            "environment variable PROMPTMILL_SERVER__PORT: server.port: ",
+        ),
+        (["partitions.B2_code.weight=-1"], {}, "--set partitions.B2_code.weight=-1: partitions."),
+    ],
+)
+def test_wrong_value_is_told_of_whoever_set_it(
+    overrides: list[str], environ: dict[str, str], origin: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile("demo", overrides, environ)
+    assert str(caught.value).startswith(origin)
+
+
+def test_each_wrong_value_is_told_of_its_own_origin(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    text = 'model = "m"\nwrong = 1\n[run]\nmax_hours = -1\n[[partitions]]\nname = "A"\nsource = "a.jsonl"\n'
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(str(path), ["server.port=many"], {})
+    said = str(caught.value)
+    assert said.count(f"Profile {path}: ") >= 1
+    assert said.count("--set server.port=many: server.port: ") == 1
+    assert "run.max_hours" in said.partition(f"Profile {path}: ")[2]

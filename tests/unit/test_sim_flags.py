@@ -54,3 +54,13 @@ def test_a_config_file_lies_under_the_command_line(tmp_path: Path) -> None:
     assert (args["model_path"], args["port"], args["api_key"]) == ("from-file", 4321, "se-cret")
     assert args["enable_metrics"] and not args["skip_server_warmup"]
     assert args["cuda_graph_bs_decode"] == [1, 2, 4]
+
+
+def test_help_lists_the_flags_that_matter_here(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags.parse(["--help"])
+    out = capsys.readouterr().out
+    assert "--max-total-tokens" in out
+    assert "--sim-fault" in out
+    assert "--speculative-num-steps" not in out
+    assert len(out.splitlines()) < 120

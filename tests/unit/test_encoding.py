@@ -1,0 +1,120 @@
+"""Many texts at a time give what the tokenizer's own class gives for each."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import DEMO_TEMPLATE, make_preparation, user, write_lines
+
+from promptmill.chat import ChatRenderer
+from promptmill.encoding import make_encoder
+from promptmill.errors import PromptRejected
+from promptmill.prompts import rows as rows_
+from promptmill.prompts.manifest import prepare, read_prompts, read_rejects
+from promptmill.settings import ChatSettings
+
+TEXTS = ["", " ", "2 + 2?", "föxes 🦊\r\n\x00\t’", "<|im_end|> inside", "a\u0301 ﬁ", "x" * 3000, "東京 12345"]
+TOOL, HIDDEN = (
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("add", "hidden")
+)
+ROWS: list[Any] = [
+    {"messages": [user("Hello")]},
+    "{not json",
+    {"messages": [{"role": "pirate", "content": "arr"}]},
+    {"messages": [user("fail, please")]},
+    {"messages": [user("Add 1 and 2")], "tools": [TOOL]},
+    {"messages": [user("Add 1 and 2")], "tools": [HIDDEN]},
+    {"messages": [user("long " * 200)]},
+    {"messages": [user("Hello")], "id": "again"},
+    {"messages": [{"role": "system", "content": "Be brief."}, user("föxes 🦊 <|im_end|>")]},
+]
+TEMPLATE = """{%- for m in messages -%}
+{%- if m.content.startswith("fail") %}{{ raise_exception("not this one") }}{% endif -%}
+{%- if tools and tools[0].function.name != "hidden" %}{{ tools | tojson }}{% endif -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+<think>"""
+
+
+class OneByOne(ChatRenderer):
+    """Renders through the tokenizer's own class, row by row."""
+
+    def __init__(self, tokenizer: Any, settings: ChatSettings) -> None:
+        super().__init__(tokenizer, settings)
+        self._encode = None
+
+
+def test_encoder_gives_the_ids_of_apply_chat_template(tokenizer: Any, renderer: ChatRenderer) -> None:
+    rendered = renderer.render_many([([user(text)], None) for text in TEXTS])
+    for text, ids in zip(TEXTS, rendered, strict=True):
+        expected = tokenizer.apply_chat_template(
+            [user(text)],
+            chat_template=DEMO_TEMPLATE.read_text("utf-8"),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        assert ids == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 200])
+def test_rows_come_out_the_same_many_at_a_time_and_one_by_one(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(rows_, "_CHUNK_ROWS", chunk)
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    settings = ChatSettings(template=str(template))
+    source = write_lines(tmp_path / "a.jsonl", ROWS)
+    seen = []
+    for renderer in (ChatRenderer(tokenizer, settings), OneByOne(tokenizer, settings)):
+        manifest = prepare(make_preparation(source, renderer, context_tokens=2048 + 150))
+        prompts = list(read_prompts(manifest))
+        seen.append((prompts, list(read_rejects(manifest)), {**manifest.to_json(), "key": ""}))
+        reasons = [
+            "bad_json",
+            "unknown_role",
+            "template_error",
+            "tools_not_rendered",
+            "too_long",
+            "control_token",
+        ]
+        assert [reject.reason for reject in seen[-1][1]] == reasons
+        assert [row.row for row in prompts] == [0, 4, 7]
+    assert seen[0] == seen[1]
+
+
+def test_text_that_cannot_be_encoded_is_one_reject_and_no_more(renderer: ChatRenderer) -> None:
+    fine, broken = renderer.render_many([([user("fine")], None), ([user("\ud800")], None)])
+    assert fine == renderer.render([user("fine")], None)
+    assert isinstance(broken, PromptRejected)
+
+
+def test_tokenizer_that_renders_or_encodes_in_its_own_way_is_asked_row_by_row(tokenizer: Any) -> None:
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+            ids = [len(json.dumps(conversation))]
+            return ids if kwargs["tokenize"] else "text"
+
+    assert make_encoder(tokenizer) is not None
+    own = copy.copy(tokenizer)
+    own.__class__ = Own
+    assert make_encoder(own) is None
+    rendered = ChatRenderer(own, ChatSettings()).render_many([([user("a")], None), ([user("bcd")], None)])
+    assert rendered == [[34], [36]]
+
+
+def test_encoder_takes_back_the_truncation_of_the_tokenizers_file(tokenizer: Any) -> None:
+    cut = copy.deepcopy(tokenizer)
+    cut.backend_tokenizer.enable_truncation(4)
+    encode = make_encoder(cut)
+    assert encode is not None
+    assert encode(["one two three four five six"]) == [
+        tokenizer("one two three four five six", add_special_tokens=False)["input_ids"]
+    ]
