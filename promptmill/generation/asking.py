@@ -112,7 +112,7 @@ class Asking:
         try:
             completion = await replica.client.complete(self._request(prompt, part), on_tokens)
         except asyncio.CancelledError:
-            self._interrupted(self._end(stream, part), stream)  # it was stuck; another server may have it
+            self._interrupted(self._end(stream, part), stream, replica)  # it was stuck; another server may have it
             raise
         except PromptRejected as error:
             await self._rejected(self._end(stream, part), replica, error)
@@ -147,10 +147,10 @@ class Asking:
             died = await replica.turns_out_dead()
             prompts_fault = not died and await replica.answers_others(stream.sent_at)
         except asyncio.CancelledError:
-            self._interrupted(prompt, stream)
+            self._interrupted(prompt, stream, replica)
             raise
         if died:
-            self._interrupted(prompt, stream)
+            self._interrupted(prompt, stream, replica)
         elif prompts_fault:
             excused = prompt.excused < MAX_EXCUSED and replica.breaks.together(broke_at)
             await self._failed_try(prompt, replica, error, excused)
@@ -202,12 +202,14 @@ class Asking:
         self.last_failure = why
         await self._record(prompt, self._recorder.failed(prompt, why, replica.server.name))
 
-    def _interrupted(self, prompt: Prompt, stream: _Stream) -> None:
+    def _interrupted(self, prompt: Prompt, stream: _Stream, replica: Replica) -> None:
         """By the loss of its server, which is not its fault if it had shown a token."""
-        if stream.received:
-            self._picker.put_ahead(prompt)
-        else:
+        if not stream.received:
             self.silent.append(prompt)
+        elif replica.checkup.sick:
+            self.start_over(prompt)  # its tokens are worth no more than its answers
+        else:
+            self._picker.put_ahead(prompt)
 
     async def _answered(
         self, prompt: Prompt, part: Partition, replica: Replica, completion: Completion

@@ -37,7 +37,6 @@ class CheckUp:
         self._usefulness = Usefulness()
         self._suspicious = False
         self._due = asyncio.Event()
-        self._asking = asyncio.Lock()
 
     @property
     def holds_up(self) -> bool:
@@ -53,32 +52,35 @@ class CheckUp:
         if self._suspicious or len(self.unconfirmed) >= _MOST:
             self._due.set()
 
+    def hurry(self) -> None:
+        """Somebody waits for it."""
+        self._due.set()
+
     async def run(self) -> None:
-        """From time to time, and where suddenly most answers are of no use."""
+        """From time to time, when it is hurried, and where suddenly most answers are of no use."""
         while self._interval_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._due.wait()
             self._due.clear()
-            await self.confirm()
+            await self._confirm()
             if self._suspicious and not self.sick:
                 text = f"{self._usefulness.useless} of its last answers are truncated, empty or flagged"
                 events.tell(events.Notice(f"{self._name}: {text}; it still answers as it did at the gate"))
                 self._usefulness.accept()
                 self._suspicious = False
 
-    async def confirm(self) -> None:
+    async def _confirm(self) -> None:
         """Check it now. One that does not answer at all is left to those who watch whether it lives."""
-        async with self._asking:
-            before = list(self.unconfirmed)
-            if not before or self.sick:
-                return
-            with suppress(PromptmillError, TimeoutError):
-                async with asyncio.timeout(_PATIENCE_S):
-                    self.sick = await self._look()
-            if not self.sick:
-                for prompt_hash in before:
-                    self.unconfirmed.pop(prompt_hash, None)
+        before = list(self.unconfirmed)
+        if not before or self.sick:
+            return
+        with suppress(PromptmillError, TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                self.sick = await self._look()
+        if not self.sick:
+            for prompt_hash in before:
+                self.unconfirmed.pop(prompt_hash, None)
 
     async def _look(self) -> str:
         """What it answers, if that is not what it answered at the gate."""

@@ -111,7 +111,6 @@ class Loop:
             self._go_on,
         )
         self._under_way: set[str] = set()
-        self._confirming: set[Replica] = set()
         self._in_class: dict[str, int] = {}
         self._closing = asyncio.Event()
         self._drain_until = 0.0
@@ -280,21 +279,22 @@ class Loop:
 
     async def _watch(self, replica: Replica) -> None:
         loss = await replica.watch()
+        await self._asking.flushed()  # whoever lists what is pending finds the tokens that were received
+        doubtful = replica.checkup.unconfirmed if loss and loss.signature == "sick" else {}
+        await self._withdraw(doubtful)  # ahead of leaving: until then they are held, and no partition is over
         self.replicas.remove(replica)
         if loss:
-            await self._lose(replica, loss)
+            await self._lose(replica, loss, doubtful)
 
-    async def _lose(self, replica: Replica, loss: Loss) -> None:
+    async def _lose(self, replica: Replica, loss: Loss, withdrawn: Mapping[str, str]) -> None:
         events.tell(events.Died(replica.server.name, loss.text))
-        await self._asking.flushed()  # whoever lists what is pending finds the tokens that were received
-        doubtful = replica.checkup.unconfirmed if loss.signature == "sick" else {}
-        await self._withdraw(doubtful)
         silent, self._asking.silent = self._asking.silent, []
         guilty = None
         if loss.signature in NO_PROMPTS_FAULT:
             self._suspects.interrupted(silent)
+            listed = set(withdrawn.values())  # anew: what was asked behind a withdrawn answer is void
             for prompt in silent:
-                if prompt.prompt_hash not in self._suspects:
+                if prompt.prompt_hash not in self._suspects and prompt.partition not in listed:
                     self._picker.put_ahead(prompt)
         else:
             guilty = self._suspects.died(silent)
@@ -315,7 +315,7 @@ class Loop:
         lost = Lost(
             replica.server,
             loss,
-            replica.answers - len(doubtful),
+            replica.answers - len(withdrawn),
             replica.lost_in_flight,
             last=not self.replicas,
             quarantined=(guilty.prompt_hash,) if guilty else (),
@@ -384,18 +384,11 @@ class Loop:
             self.outcomes.put(Finished())
 
     def _is_unconfirmed(self, name: str) -> bool:
-        """Whether a check-up of who answered its last prompts is still to come; it is begun."""
+        """Whether a check-up of who answered its last prompts is still to come; it is hurried."""
         doubtful = [r for r in self.replicas if name in r.checkup.unconfirmed.values()]
         for replica in doubtful:
-            if replica not in self._confirming and not replica.checkup.sick:
-                self._confirming.add(replica)
-                self._group.create_task(self._confirm(replica))
+            replica.checkup.hurry()
         return bool(doubtful)
-
-    async def _confirm(self, replica: Replica) -> None:
-        await replica.checkup.confirm()
-        self._confirming.discard(replica)
-        self._wake.set()
 
     def _is_awaited(self, name: str) -> bool:
         """A prompt of it is between two servers: out of flight, and not with the picker either."""

@@ -29,6 +29,7 @@ from promptmill.serving.gate import CANARY
 from promptmill.serving.liveness import Loss
 from promptmill.serving.server import Server
 from promptmill.store.journal import JournalReader, Piece
+from promptmill.store.segments import Segments
 from promptmill.store.store import Store
 from promptmill.types import Answer, Manifest, Tally
 from tests.helpers_store import cut, until
@@ -331,6 +332,35 @@ def test_answers_of_a_sick_server_are_asked_again(make: Make, rogue: Rogue) -> N
         assert counts(results["B"]) == {"rows": 1, "answered": 1}
         assert healthy.asked[QUESTION] >= 1
     assert {a.content for a in [*bench.answers("A"), *bench.answers("B")]} == {"Ok"}
+
+
+def test_partition_is_not_over_while_its_answers_are_withdrawn(
+    make: Make, rogue: Rogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers would be sealed, where nothing can withdraw them, and be counted as its last ones."""
+    rogue.script = lambda times, ids: "sick"
+    bench = make(["x1"], ["y1"])
+    withdraw = bench.store.withdraw
+
+    def at_a_bad_moment(hashes: Sequence[str]) -> Any:
+        bench.mill._loop._settle()
+        return withdraw(hashes)
+
+    monkeypatch.setattr(bench.store, "withdraw", at_a_bad_moment)
+    bench.attach(rogue, canary="Ok")
+    assert all(isinstance(result, ServerDied) for result in bench.generate().values())
+    assert Segments(bench.store.folder).names() == []
+
+
+def test_tokens_of_a_sick_server_are_not_gone_on_from(make: Make, rogue: Rogue) -> None:
+    rogue.script = lambda times, ids: {ord("h"): "hang", ord("x"): "ok"}.get(ids[1], "sick")
+    bench = make(["h"], ["x"], ["server.inactivity_timeout_s=60"])
+    bench.attach(rogue, canary="Ok")
+    assert all(isinstance(result, ServerDied) for result in bench.generate().values())
+    with serving(Rogue()) as healthy:
+        bench.attach(healthy, canary="Ok")
+        assert counts(bench.generate()["A"]) == {"rows": 1, "answered": 1}
+        assert (healthy.asked["uh"], healthy.went_on["uh"]) == (1, 0)
 
 
 def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) -> None:
