@@ -337,8 +337,9 @@ class Loop:
                 self._scan(self._partitions[name])
 
     def _held(self) -> set[str]:
-        """Answers that may yet turn out to be a sick server's."""
-        return set().union(*(list(replica.checkup.unconfirmed) for replica in list(self.replicas)))
+        """Answers that may yet turn out to be a sick server's. Called from any thread."""
+        held = self._under_way.copy()  # first: an answer that is durable goes from here to the unconfirmed
+        return held.union(*(list(replica.checkup.unconfirmed) for replica in list(self.replicas)))
 
     # --- partitions
 

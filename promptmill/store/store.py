@@ -199,16 +199,18 @@ class Store:
     def seal(self, partition: str, at_least: int = 0) -> int:
         """Move the partition's journaled answers to segments; returns their number.
 
-        Nothing happens below `at_least` bytes. An answer leaves the journal after its segment was verified.
+        Nothing happens below `at_least` bytes, and what comes meanwhile stays. An answer leaves the journal after its segment was verified.
         """
         with self._sealing:
             if self._reader.partitions().get(partition, 0) < max(1, at_least):
                 return 0
-            held, sealed = self.held(), 0
-            while answers := _for_one_segment(self._reader.answers(partition), held):
-                self._segments.write(partition, answers)
-                self._journal.forget(answers)
-                sealed += len(answers)
+            sealed, more = 0, True
+            while more:
+                answers, more = _for_one_segment(self._reader.answers(partition), self.held)
+                if answers:
+                    self._segments.write(partition, answers)
+                    self._journal.forget(answers)
+                    sealed += len(answers)
             return sealed
 
     def withdraw(self, hashes: Sequence[str]) -> Future[None]:
@@ -250,16 +252,25 @@ class Store:
         self._index.learn(answer.prompt_hash, known_of(answer))
 
 
-def _for_one_segment(answers: Iterable[Answer], held: set[str]) -> list[Answer]:
+def _for_one_segment(
+    answers: Iterable[Answer], held: Callable[[], set[str]]
+) -> tuple[list[Answer], bool]:
+    """Those that are not held, and whether there may be more than one segment takes.
+
+    It is not looked again for what comes meanwhile: on a busy server that would have no end.
+    """
     taken, tokens = [], 0
+    waiting: set[str] | None = None
     for answer in answers:
-        if answer.prompt_hash in held:
+        if waiting is None:
+            waiting = held()  # behind the first row: no answer is read that came after this
+        if answer.prompt_hash in waiting:
             continue
         taken.append(answer)
         tokens += len(answer.prompt_ids) + len(answer.output_ids)
         if len(taken) >= _SEAL_ROWS or tokens >= _SEAL_TOKENS:
-            break
-    return taken
+            return taken, True
+    return taken, False
 
 
 def goes_on(status: str) -> bool:
