@@ -129,6 +129,10 @@ class Loop:
             part.over = not self.meter.counters[name].left
         self.figures = self._figures()
 
+    def pending(self) -> int:
+        """Requests that are known to be needed. Called from any thread."""
+        return sum(self.meter.counters[name].left for name, p in self._partitions.items() if not p.over)
+
     def _figures(self) -> events.Figures:
         replicas = list(self.replicas)
         gpus = sum(replica.gpus for replica in replicas)

@@ -88,8 +88,8 @@ class Mill:
         return self.pending() > 0 and not self.stopping and self.failure is None
 
     def pending(self) -> int:
-        """Requests that are known to be needed, over all partitions."""
-        return sum(c.left for c in self._loop.meter.counters.values())
+        """Requests that are known to be needed, over all partitions that are not over (or given up)."""
+        return self._loop.pending()
 
     def is_pending(self, partition: str) -> bool:
         return self._loop.meter.counters[partition].left > 0

@@ -421,6 +421,7 @@ def test_partition_whose_prompts_all_fail_is_given_up_and_the_other_goes_on(make
     assert sum(rogue.asked[f"ux{n}"] for n in range(HOPELESS + 20)) < HOPELESS + 10
     assert counts(results["B"]) == {"rows": HOPELESS + 20, "answered": HOPELESS + 20}
     assert isinstance(bench.mill.wait(WAIT_S), Finished)
+    assert not bench.mill.needs_server()  # else one that died meanwhile is launched again, for nothing
 
 
 def test_mill_waits_between_the_tries_of_a_prompt(
