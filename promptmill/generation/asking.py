@@ -112,7 +112,8 @@ class Asking:
         try:
             completion = await replica.client.complete(self._request(prompt, part), on_tokens)
         except asyncio.CancelledError:
-            self._interrupted(self._end(stream, part), stream, replica)  # it was stuck; another server may have it
+            # It was stuck; another server may have it.
+            self._interrupted(self._end(stream, part), stream, replica)
             raise
         except PromptRejected as error:
             await self._rejected(self._end(stream, part), replica, error)

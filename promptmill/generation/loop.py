@@ -110,6 +110,8 @@ class Loop:
             self.fail,
             self._go_on,
         )
+        self._references: dict[str, str] = {}
+        """What servers answered at the gate first; by address, those of somebody else."""
         self._under_way: set[str] = set()
         self._in_class: dict[str, int] = {}
         self._closing = asyncio.Event()
@@ -274,7 +276,9 @@ class Loop:
         async def ask() -> str:
             return text_of(await client.complete(question), renderer)
 
-        checkup = CheckUp(server.name, ask, facts.canary, settings.canary_interval_s)
+        # Of its first life in this run: one that comes back as sick as it went must not be its own measure.
+        reference = self._references.setdefault("" if server.process else server.name, facts.canary)
+        checkup = CheckUp(server.name, ask, reference, settings.canary_interval_s)
         harmless = canary(renderer, max_new_tokens=1)
         replica = Replica(server, client, facts, settings, harmless, self._sizes, checkup)
         self.replicas.append(replica)

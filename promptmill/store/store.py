@@ -199,7 +199,8 @@ class Store:
     def seal(self, partition: str, at_least: int = 0) -> int:
         """Move the partition's journaled answers to segments; returns their number.
 
-        Nothing happens below `at_least` bytes, and what comes meanwhile stays. An answer leaves the journal after its segment was verified.
+        Nothing happens below `at_least` bytes, and what comes meanwhile stays. An answer leaves the journal
+        after its segment was verified.
         """
         with self._sealing:
             if self._reader.partitions().get(partition, 0) < max(1, at_least):
@@ -252,9 +253,7 @@ class Store:
         self._index.learn(answer.prompt_hash, known_of(answer))
 
 
-def _for_one_segment(
-    answers: Iterable[Answer], held: Callable[[], set[str]]
-) -> tuple[list[Answer], bool]:
+def _for_one_segment(answers: Iterable[Answer], held: Callable[[], set[str]]) -> tuple[list[Answer], bool]:
     """Those that are not held, and whether there may be more than one segment takes.
 
     It is not looked again for what comes meanwhile: on a busy server that would have no end.

@@ -334,6 +334,18 @@ def test_answers_of_a_sick_server_are_asked_again(make: Make, rogue: Rogue) -> N
     assert {a.content for a in [*bench.answers("A"), *bench.answers("B")]} == {"Ok"}
 
 
+def test_server_that_comes_back_sick_is_not_its_own_measure(make: Make, rogue: Rogue) -> None:
+    """Somebody else's is taken again as it is, and what it answers at the gate by then is garbage."""
+    rogue.script = lambda times, ids: "sick"
+    bench = make(["x1"], ["y1"])
+    for canary in ("Ok", "!!"):
+        bench.attach(rogue, canary=canary)
+        assert all(isinstance(result, ServerDied) for result in bench.generate().values())
+        lost = bench.mill.wait(WAIT_S)
+        assert isinstance(lost, Lost)
+        assert (lost.loss.signature, lost.answers) == ("sick", 0)
+
+
 def test_partition_is_not_over_while_its_answers_are_withdrawn(
     make: Make, rogue: Rogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
