@@ -215,6 +215,8 @@ class Asking:
     async def _answered(
         self, prompt: Prompt, part: Partition, replica: Replica, completion: Completion
     ) -> None:
+        if self._is_void(prompt):
+            return
         if prompt.partial:
             completion = replace(completion, output_ids=[*prompt.partial, *completion.output_ids])
         answer = self._recorder.answered(prompt, completion, replica.server.name, replica.kv_dtype)
@@ -232,6 +234,11 @@ class Asking:
         self._meter.forecast.finished(prompt.partition, answer.completion_tokens, truncated)
         if following := part.maker.following(prompt, answer):
             self._go_on(following, replica)
+
+    def _is_void(self, prompt: Prompt) -> bool:
+        """Whether the answer that it follows was withdrawn meanwhile; its conversation is listed anew."""
+        before = prompt.row.prompt_hashes[prompt.sample][: prompt.turn]
+        return any(self._store.known(prompt_hash) is None for prompt_hash in before)
 
     async def _rejected(self, prompt: Prompt, replica: Replica, error: PromptRejected) -> None:
         """A prompt that is refused with the tokens that it had is asked once more without them."""

@@ -375,6 +375,22 @@ def test_tokens_of_a_sick_server_are_not_gone_on_from(make: Make, rogue: Rogue) 
         assert (healthy.asked["uh"], healthy.went_on["uh"]) == (1, 0)
 
 
+def test_turn_behind_a_withdrawn_answer_is_not_recorded(make: Make, rogue: Rogue) -> None:
+    """Another server may have been at it when the one that gave the answer was found sick."""
+    bench = make([["x", "next"]], ["y"])
+    (((first, second),),) = read_keys(bench.manifests["A"])
+
+    def script(times: int, ids: list[int]) -> str:
+        if len(ids) > len("ux"):
+            bench.store.withdraw([first]).result(WAIT_S)
+        return "ok"
+
+    rogue.script = script
+    bench.attach(rogue)
+    assert counts(bench.generate()["A"]) == {"rows": 1, "pending": 1}
+    assert (bench.store.known(first), bench.store.known(second)) == (None, None)
+
+
 def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) -> None:
     bench = make(["x1", "x2"], ["x3"])
     bench.attach(rogue, canary="Ok")
