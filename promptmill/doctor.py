@@ -175,7 +175,10 @@ def _command(case: _Case) -> Iterator[Finding]:
         model = resolve_model(profile)
         remedies = remembered(profile, model, folder)
     except ConfigError:  # said of the model; the command can be shown all the same
-        model, remedies = Model(profile.model, "", profile.model_path or profile.model), []
+        model, remedies = (
+            Model(profile.model, profile.model_revision, profile.model_path or profile.model),
+            [],
+        )
     for remedy in remedies:
         yield Finding("note", "remedy", f"as in an earlier run: {remedy}")
         if remedy.value is not None and not remedy.flag.startswith("env:"):

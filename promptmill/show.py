@@ -89,8 +89,8 @@ def _show_rejects(console: Console, store: Store, partitions: list[str], wanted:
     ]
     chosen = _some(found, wanted)
     for partition, reject in chosen:
-        console.rule(f"{partition} · {reject.location}", align="left")
-        _block(console, reject.reason, reject.detail, "red")
+        # Not a rule: it cuts a long place off.
+        _block(console, f"{partition} · {reject.location}: {reject.reason}", reject.detail, "red")
     _tell_of_others(console, len(chosen), len(found), wanted)
     return len(chosen)
 

@@ -23,6 +23,7 @@ from promptmill import events
 from promptmill.chat import ChatRenderer
 from promptmill.errors import PromptmillError
 from promptmill.generation.loop import Finished, Loop, RunEnded
+from promptmill.memory import share_one_arena
 from promptmill.model import Model
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Lost, Server
@@ -60,6 +61,7 @@ class Mill:
     def start(self) -> None:
         """Count what is pending, and start the loop's thread."""
         self._loop.count()
+        share_one_arena()
         gc.collect()
         gc.freeze()  # what libraries made at import, 150,000 objects, is not looked through again and again
         self._gc_threshold = gc.get_threshold()

@@ -71,10 +71,10 @@ def _check_sglang(profile: Profile) -> None:
     command = _command(profile)
     version = sglang_version(profile)
     if shutil.which(command[0]) is None:
-        problem = "is not on the path"
+        problem = "it is not on the path"
         if os.sep in command[0]:
-            problem = "cannot be executed" if Path(command[0]).exists() else "is no file that is there"
-        raise ConfigError(f"server.command: {command[0]!r} {problem}.")
+            problem = "it cannot be executed" if Path(command[0]).exists() else "there is no such file"
+        raise ConfigError(f"server.command: {command[0]!r}: {problem}.")
     if version is None and tuple(command[1:3]) == _MODULE:
         raise ConfigError(
             f"server.command: {command[0]} has no sglang. SGLang wants an environment of its own; name its "

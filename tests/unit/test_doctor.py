@@ -139,14 +139,14 @@ def test_doctor_goes_on_without_a_model_and_names_every_missing_source(
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("/no/such/python", "is no file that is there"), ("no-such-program", "is not on the path")],
+    [("/no/such/python", "there is no such file"), ("no-such-program", "it is not on the path")],
 )
 def test_doctor_says_of_a_command_what_is_missing(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, command: str, words: str
 ) -> None:
     status, out = examined(capsys, model, tmp_path, f"server.command=['{command}']")
     assert status == 2
-    assert f"server.command: '{command}' {words}" in out
+    assert f"server.command: '{command}': {words}" in out
 
 
 def test_doctor_says_of_s3_what_to_look_at_and_no_secret(

@@ -9,15 +9,31 @@ from typing import Any
 
 import pytest
 from helpers import DEMO_TEMPLATE, make_preparation, user, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from promptmill import encoding
 from promptmill.chat import ChatRenderer
-from promptmill.encoding import make_encoder
+from promptmill.encoding import InPieces, make_encoder
 from promptmill.errors import PromptRejected
 from promptmill.prompts import rows as rows_
 from promptmill.prompts.manifest import prepare, read_prompts, read_rejects
 from promptmill.settings import ChatSettings
 
 TEXTS = ["", " ", "2 + 2?", "föxes 🦊\r\n\x00\t’", "<|im_end|> inside", "a\u0301 ﬁ", "x" * 3000, "東京 12345"]
+PIECES = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_",
+    "<|endoftext|>",
+    "system\n",
+    " ",
+    "\n\n",
+    "the 12",
+    "é🦊",
+    "<",
+    "  x",
+]
 TOOL, HIDDEN = (
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("add", "hidden")
@@ -70,10 +86,10 @@ def test_rows_come_out_the_same_many_at_a_time_and_one_by_one(
     monkeypatch.setattr(rows_, "_CHUNK_ROWS", chunk)
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
-    settings = ChatSettings(template=str(template))
+    chat = ChatSettings(template=str(template))
     source = write_lines(tmp_path / "a.jsonl", ROWS)
     seen = []
-    for renderer in (ChatRenderer(tokenizer, settings), OneByOne(tokenizer, settings)):
+    for renderer in (ChatRenderer(tokenizer, chat), OneByOne(tokenizer, chat)):
         manifest = prepare(make_preparation(source, renderer, context_tokens=2048 + 150))
         prompts = list(read_prompts(manifest))
         seen.append((prompts, list(read_rejects(manifest)), {**manifest.to_json(), "key": ""}))
@@ -108,6 +124,57 @@ def test_tokenizer_that_renders_or_encodes_in_its_own_way_is_asked_row_by_row(to
     assert make_encoder(own) is None
     rendered = ChatRenderer(own, ChatSettings()).render_many([([user("a")], None), ([user("bcd")], None)])
     assert rendered == [[34], [36]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=6))
+def test_texts_in_pieces_have_the_ids_of_the_whole(tokenizer: Any, texts: list[str]) -> None:
+    encode = make_encoder(tokenizer)
+    assert isinstance(encode, InPieces)
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert encode(texts) == expected
+    assert encode(texts) == expected, "from what is remembered"
+
+
+def test_what_is_remembered_stays_small(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_REMEMBERED_CHARACTERS", 60)
+    encode = make_encoder(tokenizer)
+    assert isinstance(encode, InPieces)
+    texts = [f"<|im_start|>system<|im_end|>number {n}" for n in range(50)]
+    for text in texts:
+        assert encode([text]) == [tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert sum(map(len, encode._seen)) <= 60
+    assert "system" in encode._seen, "what is met again and again stays"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {
+            "pre_tokenizer": {
+                "type": "Metaspace",
+                "replacement": "_",
+                "prepend_scheme": "first",
+                "split": True,
+            }
+        },
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
+    ],
+)
+def test_text_is_left_whole_where_its_place_matters(tokenizer: Any, change: dict[str, Any]) -> None:
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    assert encoding._separators(described)
+    assert not encoding._separators(described | change)
+    described["added_tokens"][0]["lstrip"] = True
+    assert not encoding._separators(described)
 
 
 def test_encoder_takes_back_the_truncation_of_the_tokenizers_file(tokenizer: Any) -> None:

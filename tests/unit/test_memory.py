@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 _THREADS_ALLOCATE = """
-import promptmill
 import ctypes, threading
+from promptmill.memory import share_one_arena
+share_one_arena()
 together, held = threading.Barrier(4), []
 def allocate():
     together.wait()
