@@ -72,6 +72,10 @@ class Judgements:
         untouched = {h for h in raw if digest(h) not in self._judged}
         return untouched | set(self._segments.flagged(name, self._segments.names()))
 
+    def flags(self) -> set[str]:
+        """Every flag that an answer has by it."""
+        return self._segments.flags(self._segments.names()) if self._segments is not None else set()
+
     def write(self, answers: Iterable[tuple[str, list[Answer]]]) -> str:
         """Make a layer of answers as they are judged now, some of a partition at a time, and put it in force.
 

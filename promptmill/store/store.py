@@ -104,12 +104,12 @@ class Store:
         return found
 
     def flags(self) -> set[str]:
-        """Every flag that an answer has."""
+        """Every flag that an answer has, or had as it was judged first."""
         found: set[str] = set()
         for partition in self._reader.partitions():
             for answer in self._reader.answers(partition):
                 found.update(answer.flags)
-        return found | self._segments.flags(self._segments.names())
+        return found | self._segments.flags(self._segments.names()) | self.judgements.flags()
 
     def is_done(self, prompt_hash: str, max_new_tokens: int, retry_failed: bool = False) -> bool:
         """Whether the prompt needs no request: answered, not cut below today's cap; or failed.

@@ -138,6 +138,7 @@ def test_accounting_and_releases_follow(place: Place) -> None:
     assert +store.tally(place.manifest).counts == {"answered": 2, "empty": 1, "flagged": 1}
     second = released()
     assert (second.new, second.rows) == (True, {"conversations": 2, "turns": 4})
+    assert "several_closes" in store.flags()
     assert store.with_flag("several_closes") == {place.hashes[2]}
     assert store.with_flag("empty") == {place.hashes[1]}
     assert store.with_flag("answered") == {place.hashes[0], place.hashes[3]}
