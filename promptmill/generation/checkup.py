@@ -12,6 +12,7 @@ from promptmill.generation.sickness import Usefulness, is_alike
 
 _PATIENCE_S = 60.0
 _TIMES = 2
+_TIMES_UNANSWERED = 3
 _MOST = 5_000
 """Answers between two check-ups."""
 
@@ -36,6 +37,7 @@ class CheckUp:
         self._interval_s = interval_s if reference else 0.0
         self._usefulness = Usefulness()
         self._suspicious = False
+        self._unanswered = 0
         self._due = asyncio.Event()
 
     @property
@@ -63,24 +65,35 @@ class CheckUp:
                 async with asyncio.timeout(self._interval_s):
                     await self._due.wait()
             self._due.clear()
-            await self._confirm()
-            if self._suspicious and not self.sick:
+            good = await self._confirm()
+            if self._suspicious and good:
                 text = f"{self._usefulness.useless} of its last answers are truncated, empty or flagged"
-                events.tell(events.Notice(f"{self._name}: {text}; it still answers as it did at the gate"))
+                events.tell(events.Notice(f"{self._name}: {text}; its check-up found nothing"))
                 self._usefulness.accept()
                 self._suspicious = False
+            elif self._suspicious and not self.sick:
+                self._due.set()  # it gets no requests until this is known
 
-    async def _confirm(self) -> None:
-        """Check it now. One that does not answer at all is left to those who watch whether it lives."""
+    async def _confirm(self) -> bool:
+        """Check it now; whether it is well.
+
+        One that answers none of three check-ups is left to those who watch whether it lives.
+        """
         before = list(self.unconfirmed)
         if not before or self.sick:
-            return
-        with suppress(PromptmillError, TimeoutError):
+            return not self.sick
+        try:
             async with asyncio.timeout(_PATIENCE_S):
                 self.sick = await self._look()
+            self._unanswered = 0
+        except (PromptmillError, TimeoutError):
+            self._unanswered += 1
+            if self._unanswered < _TIMES_UNANSWERED:
+                return False
         if not self.sick:
             for prompt_hash in before:
                 self.unconfirmed.pop(prompt_hash, None)
+        return not self.sick
 
     async def _look(self) -> str:
         """What it answers, if that is not what it answered at the gate."""

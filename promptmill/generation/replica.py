@@ -149,6 +149,8 @@ class Replica:
         while loss is None and not self._gone.is_set():
             await _wait_for(self._gone, _WATCH_S)
             loss = self._loss()
+            if checkups.done():
+                checkups.result()  # a fault of ours in there must not keep this server out for ever
         closed = self._gone.is_set()
         self._gone.set()
         poll.cancel()
