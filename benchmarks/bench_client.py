@@ -32,6 +32,7 @@ MEMORY_ALONE = "--memory" in sys.argv
 WARM_UP = 1000
 MEASURED = 1500 if QUICK else 4000
 ROUNDS = 1 if QUICK else 3
+MODES = [("stream", 150), ("stream", 1000), ("whole", 150), ("whole", 1000)][: 3 if QUICK else 4]
 MEMORY = (1000, 5_000 if QUICK else 100_000)
 _IMPORTED = """
 import sys
@@ -54,9 +55,7 @@ def main() -> None:
 def every_part(folder: Path) -> dict[str, Any]:
     return {
         "modes": {
-            f"{mode}, {in_flight} in flight": compare(folder, mode, in_flight)
-            for mode in ("stream", "whole")
-            for in_flight in (150, 1000)
+            f"{mode}, {in_flight} in flight": compare(folder, mode, in_flight) for mode, in_flight in MODES
         },
         "memory": memory(folder),
         "imports": json.loads(subprocess.check_output([sys.executable, "-c", _IMPORTED], cwd=ROOT)),
