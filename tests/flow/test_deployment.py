@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +52,11 @@ def served(place: Place) -> Iterator[httpx.Client]:
         for process in (worker, server):
             if process is not None:
                 process.terminate()
-                process.wait(timeout=60)
+                try:
+                    process.wait(timeout=30)
+                except subprocess.TimeoutExpired:  # a worker that misses its own signal is Prefect's affair
+                    process.kill()
+                    process.wait()
 
 
 NO_TIME_TO_START = ["server.startup_timeout_s=0.01", "server.max_relaunches=0"]

@@ -51,8 +51,9 @@ def test_release_survives_the_death_of_its_scheduler(place: Place) -> None:
     slow = {} if REAL else {"sim-speed": 2, "sim-mean-output": 60}
     path = engine.write_profile(place.folder, **slow)
     text = path.read_text(encoding="utf-8")
-    # SmolLM2's own template: it answers in a few words then, and comes to an end.
-    text = re.sub(r"^template = .*$", 'reasoning_open = ""\nreasoning_close = ""', text, flags=re.MULTILINE)
+    # SmolLM2's own template: it answers in a few words then, and comes to an end. It shows no tools.
+    chat = 'reasoning = "none"\nignored_tools = "keep"'
+    text = re.sub(r"^template = .*$", chat, text, flags=re.MULTILINE)
     text = text[: text.index("[[partitions]]")].replace("gpu_wait_s = 0", "gpu_wait_s = 0\nmax_in_flight = 4")
     text = text.replace("max_new_tokens = 64", "max_new_tokens = 96")
     names = []
