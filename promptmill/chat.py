@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import jinja2
 import orjson
 
-from promptmill.encoding import make_encoder
+from promptmill.encoding import Encode, make_encoder
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.markers import Markers, resolve
 from promptmill.model import is_own_code
@@ -61,7 +61,6 @@ class ChatRenderer:
         self._splitter = Splitter(tokenizer, self.markers)
         self.decode = self._splitter.decode
         """Ids to text without special tokens."""
-        self._encode = make_encoder(tokenizer)
         self.vocabulary = len(tokenizer)
         end = getattr(tokenizer, "eos_token_id", None)
         self.end_ids = frozenset() if end is None else frozenset([int(end)])
@@ -138,6 +137,11 @@ class ChatRenderer:
             "reasoning": marks.family,
             "reasoning_ids": [list(marks.open), list(marks.close)],
         }
+
+    @cached_property
+    def _encode(self) -> Encode | None:
+        """Made when it is first wanted: that goes through the whole vocabulary."""
+        return make_encoder(self._tokenizer)
 
     @cached_property
     def _fingerprint(self) -> str:

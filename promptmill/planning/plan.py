@@ -77,7 +77,8 @@ def make_plan(run: Run, kv_tokens: Sequence[int], mean_output: float | None) -> 
         raise ConfigError(f"--mean-output {mean_output:g}: a number above 0 is wanted.")
     manifests = [prepare(run.preparation(name)) for name in run.partitions]
     run.store.refresh()
-    parts = [_part(run, found, mean_output) for found in survey(manifests, run.store)]
+    remembered = run.store.recall(MEANS) or {}
+    parts = [_part(run, found, mean_output, remembered) for found in survey(manifests, run.store)]
     if not run.store.lock.holder():
         for part in parts:
             if not part.refused and not (part.redo and part.redo.is_refused):
@@ -85,9 +86,8 @@ def make_plan(run: Run, kv_tokens: Sequence[int], mean_output: float | None) -> 
     return _with_estimates(run.profile, parts, kv_tokens)
 
 
-def _part(run: Run, found: Survey, mean_output: float | None) -> Part:
+def _part(run: Run, found: Survey, mean_output: float | None, remembered: Mapping[str, float]) -> Part:
     manifest = found.manifest
-    remembered = run.store.recall(MEANS) or {}
     mean = mean_output or remembered.get(manifest.partition, PRIOR_TOKENS)
     refused = ""
     try:

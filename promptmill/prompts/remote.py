@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from promptmill.errors import ConfigError
+from promptmill.store.objects import s3_filesystem
 
 SCHEMES = ("s3", "hf")
 _BLOCK = 8 << 20
@@ -70,14 +71,10 @@ def translated(source: object) -> Iterator[None]:
 
 
 def _in_s3(source: str) -> list[RemoteFile]:
-    import s3fs
-
     path = source.removeprefix("s3://").strip("/")
     if "/" not in path:
         raise ConfigError(f"source {source!r}: name a bucket and what is in it (s3://bucket/path).")
-    # Listings are not cached: s3fs does so by default, and then hides new objects and shows removed ones.
-    fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
-    return _listed(fs, path, lambda name: f"s3://{name}", lambda info: str(info.get("ETag")))
+    return _listed(s3_filesystem(), path, lambda name: f"s3://{name}", lambda info: str(info.get("ETag")))
 
 
 def _on_hub(source: str) -> list[RemoteFile]:
@@ -155,7 +152,6 @@ def _listed(
         about = fs.info(path)
         found = fs.find(path, detail=True) if about["type"] == "directory" else {path: about}
     files = [(name, info) for name, info in sorted(found.items()) if info["type"] == "file"]
-
     return [
         RemoteFile(
             address(name),

@@ -53,14 +53,13 @@ class RowReader:
         self.chosen = formats.Choice(part.format, part.columns.prompt)
         """The format; what `auto` chose, once a row could tell."""
         self._part = part
-        self._renderer = preparation.renderer
+        self._renderer = renderer = preparation.renderer
         sampling = profile.sampling_for(part)
         self._samples = range(sampling.samples)
         self._chat = profile.chat.template_kwargs if profile.server.api == "chat" else None
-        self._hash = PromptHasher(preparation.model, preparation.renderer.fingerprint(), sampling)
+        self._hash = PromptHasher(preparation.model, renderer.fingerprint(), sampling)
         self._cap = profile.max_new_tokens(part)
         self._context = preparation.context_tokens
-        renderer = preparation.renderer
         self._control = ControlTokens(renderer.control_tokens(), renderer.marker_texts)
         self._asked: set[bytes] = set()
 

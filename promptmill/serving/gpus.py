@@ -61,7 +61,7 @@ def wait_until_free(timeout_s: float, env: Mapping[str, str] = os.environ) -> No
         if not told:
             told = True
             events.tell(events.Notice(f"waiting for GPU memory: {_shown(busy)}"))
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # nvidia-smi tells when it is asked, and never by itself
 
 
 def _complaint(busy: list[Gpu], timeout_s: float) -> str:

@@ -249,7 +249,7 @@ def wait_port_free(port: int) -> bool:
             choose_port(port)
             return True
         except ConfigError:
-            time.sleep(0.05)
+            time.sleep(0.05)  # nobody tells when the kernel lets a port go
     return False
 
 

@@ -47,7 +47,7 @@ class Start:
             silent = time.monotonic() - self._grew_at
             if self._server.process is not None and silent > self._settings.startup_silence_timeout_s:
                 raise self.refusal(f"its log has not grown for {silent:.0f} s", False, "no_start_progress")
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # a server that starts is asked; it calls nobody
         self.follow()
 
     def follow(self) -> None:

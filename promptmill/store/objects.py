@@ -123,17 +123,22 @@ class LocalFolder(Folder):
         (self.path / name).unlink(missing_ok=True)
 
 
+def s3_filesystem() -> Any:
+    """Through s3fs, with nothing that it lists or opens kept for later."""
+    import s3fs
+
+    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+
+
 class S3Folder(Folder):
     """A bucket and prefix, through s3fs. Credentials come from the ordinary AWS chain, never from us."""
 
     def __init__(self, url: str) -> None:
-        import s3fs
-
         self.url = url
         self._root = url.removeprefix("s3://").strip("/")
         if not self._root:
             raise ConfigError(f"{url}: a bucket is missing (s3://bucket/prefix).")
-        self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+        self._fs = s3_filesystem()
 
     def put_file(self, local: Path, name: str) -> None:
         path = self._path(name)

@@ -34,11 +34,13 @@ class Format:
     """Where the prompt stands, unless columns.prompt says so."""
     tools: str = "tools"
     """Where tools stand, unless columns.tools says so."""
+    reads_system: bool = False
+    """Whether `read` has looked at the system's column itself."""
 
 
 FORMATS: dict[str, Format] = {
     "opencodeinstruct": Format(opencodeinstruct.fits, opencodeinstruct.read, opencodeinstruct.COLUMNS),
-    "glaive": Format(glaive.fits, glaive.read, glaive.COLUMNS),
+    "glaive": Format(glaive.fits, glaive.read, glaive.COLUMNS, reads_system=True),
     "bfcl": Format(bfcl.fits, bfcl.read, bfcl.COLUMNS, bfcl.TOOLS),
     "sharegpt": Format(sharegpt.fits, messages.read),
     "messages": Format(messages.fits, messages.read),
@@ -89,7 +91,7 @@ def to_conversation(row: Row, fmt: str, mode: str | None) -> Conversation:
     chosen = FORMATS[fmt]
     found = chosen.read(row)
     source, tools = found if isinstance(found, tuple) else (found, None)
-    if fmt != "glaive":  # which has read its system's text itself
+    if not chosen.reads_system:
         _put_system(source, row)
     column = row.columns.tools or chosen.tools
     tools = tools_of(row.data.get(column) if tools is None else tools, column, row)
