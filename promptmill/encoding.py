@@ -63,7 +63,8 @@ def make_encoder(tokenizer: Any) -> Encode | None:
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     described = json.loads(backend.to_str())
-    if not (tokens := _separators(described)):
+    # Where special tokens are split like any text, they part none.
+    if backend.encode_special_tokens or not (tokens := _separators(described)):
         return encode
     return InPieces(encode, tokens, split_words if _splits_words(described) else None)
 
@@ -140,9 +141,10 @@ def _packed(ids: Ids) -> bytes:
 
 def _splits_words(backend: dict[str, Any]) -> bool:
     """Whether a space behind something else always begins a token, whatever stands around the two."""
-    steps = [step for step in _steps(backend["pre_tokenizer"]) if step["type"] != "Sequence"]
-    patterns = [_pattern(step) for step in steps if step["type"] != "Digits"]
-    return tuple(filter(None, patterns)) in _APART and not any(
+    steps = [step for step in _steps(backend["pre_tokenizer"]) if step["type"] not in ("Sequence", "Digits")]
+    if any(step["type"] == "ByteLevel" for step in steps[:-1]):
+        return False  # it writes a space as a letter, and what comes behind it sees that
+    return tuple(filter(None, map(_pattern, steps))) in _APART and not any(
         re.search(r"\S ", token["content"]) for token in backend["added_tokens"] if token["normalized"]
     )
 

@@ -189,6 +189,9 @@ def test_text_is_cut_in_words_where_that_is_known_to_be_right(
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
     assert encoding._splits_words(described) == words
+    described["pre_tokenizer"]["pretokenizers"] = [level, split]
+    assert not encoding._splits_words(described), "the pattern sees a letter where a space was"
+    described["pre_tokenizer"]["pretokenizers"] = [split, level]
     described["added_tokens"].append({"content": "two words", "normalized": True})
     assert not encoding._splits_words(described)
 
@@ -230,3 +233,13 @@ def test_encoder_takes_back_the_truncation_of_the_tokenizers_file(tokenizer: Any
     assert encode is not None
     [ids] = encode(["one two three four five six"])
     assert list(ids) == tokenizer("one two three four five six", add_special_tokens=False)["input_ids"]
+
+
+def test_special_tokens_part_no_text_where_the_tokenizer_splits_them_too(tokenizer: Any) -> None:
+    splitting = copy.deepcopy(tokenizer)
+    splitting.split_special_tokens = True
+    encode = make_encoder(splitting)
+    assert encode is not None
+    text = "<|im_start|>user"
+    expected = splitting(text, add_special_tokens=False)["input_ids"]
+    assert list(encode([text])[0]) == expected != tokenizer(text, add_special_tokens=False)["input_ids"]
