@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 from promptmill.settings import FlagValue, Profile
@@ -115,7 +115,7 @@ def words(annotation: typing.Any) -> str:
         return f"list of {words(arguments[0])}"
     if origin is dict:
         return f"table of {words(arguments[1])}"
-    named = {str: "text", int: "whole number", float: "number", bool: "true or false", typing.Any: "anything"}
+    named = {str: "text", int: "whole number", float: "number", bool: "true or false", JsonValue: "anything"}
     return named[annotation]
 
 

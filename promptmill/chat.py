@@ -55,6 +55,7 @@ class ChatRenderer:
         self._settings = settings
         self._template = read_template(settings)
         self._kwargs = settings.template_kwargs
+        _check_kwargs(self._kwargs)
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the model has no chat template; name one in chat.template.")
         self.markers: Markers = resolve(tokenizer, settings)
@@ -169,9 +170,11 @@ class ChatRenderer:
 
     def _finished(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, ids: Ids) -> Ids:
         """The ids of a rendered prompt, looked at. Raises PromptRejected."""
+        if not ids:
+            raise PromptRejected("template_error", "the template renders this prompt to nothing")
         if tools and self._settings.ignored_tools == "reject" and not self._shows(tools, messages, ids):
             raise PromptRejected("tools_not_rendered", "the template renders this prompt without its tools")
-        if ids and max(ids) >= self.vocabulary:
+        if max(ids) >= self.vocabulary:
             raise PromptRejected("id_out_of_vocabulary", f"id {max(ids)} of {self.vocabulary}")
         while self._begin is not None and list(ids[:2]) == [self._begin] * 2:
             del ids[0]  # the template's own, and one that the tokenizer's class adds
@@ -284,11 +287,23 @@ def _own_code(tokenizer: Any) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
+def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """That they are the template's own arguments, and none of rendering. Raises ConfigError."""
+    from transformers import PreTrainedTokenizerBase
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    if taken := [name for name in kwargs if (name in own or name == "messages") and name != "documents"]:
+        raise ConfigError(
+            f"chat.template_kwargs: {', '.join(taken)}: that says how to render, and is set elsewhere or "
+            "not at all; only what the template itself looks for belongs here."
+        )
+
+
 def read_template(settings: ChatSettings) -> str | None:
     """The template that the profile names, or None for the model's own. Raises ConfigError."""
     if not settings.template:
         return None
     try:
         return Path(settings.template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a NUL in it
         raise ConfigError(f"chat.template {settings.template!r}: cannot be read: {error}.") from None

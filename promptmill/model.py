@@ -75,12 +75,12 @@ def _load_tokenizer(model: Model, trust_remote_code: bool, cache: Path) -> Any:
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     path = Path(model.path)
-    if path.suffix == ".gguf":
-        from promptmill.gguf import rebuild_tokenizer
-
-        path = rebuild_tokenizer(path, cache / f"tokenizer-{model.revision}")
-    revision = None if path.exists() else model.revision
     try:
+        if path.suffix == ".gguf":
+            from promptmill.gguf import rebuild_tokenizer
+
+            path = rebuild_tokenizer(path, cache / f"tokenizer-{model.revision}")
+        revision = None if path.exists() else model.revision
         # Asked first: transformers would take a class of its own in silence, where it knows one of that name.
         brings_code = _brings_code(get_tokenizer_config(str(path), revision=revision))
         if brings_code and not trust_remote_code:
@@ -156,11 +156,11 @@ def _hub_commit(name: str, revision: str) -> str:
     if _COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return str(HfApi().model_info(name, revision=revision, timeout=30).sha)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (hub_client_error(), HFValidationError, OSError) as error:
         cached = None
         if not isinstance(error, HFValidationError):
             cached = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -170,3 +170,11 @@ def _hub_commit(name: str, revision: str) -> str:
             f"model {name!r}: neither a local path nor found on the hub at revision {revision!r}. "
             "Set model_path to where the weights lie."
         ) from None
+
+
+def hub_client_error() -> type[Exception]:
+    """The base of what the hub's HTTP client raises: httpx's, or that of its successor."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base: type[Exception] = HfHubHTTPError.__mro__[1]
+    return base

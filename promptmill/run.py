@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,8 +114,8 @@ class Run:
         )
 
     def is_prepared(self, partition: str) -> bool:
-        """Whether the files of an unchanged partition are still there."""
-        return all(path.is_file() for path in self.preparation(partition).paths())
+        """Whether the files of an unchanged partition are still there, and whole."""
+        return manifests_.are_whole(*self.preparation(partition).paths())
 
     def prepared(self, partition: str) -> Manifest | None:
         """The partition's current manifest, if its source and settings are what they were."""
@@ -249,7 +250,7 @@ def check_request(profile: Profile, request: RunRequest) -> None:
     for name in request.partitions:
         if name not in known:
             raise ConfigError(f"--partition {name}: the profile has {', '.join(known)}.")
-    if request.limit is not None and request.limit < 1:
+    if request.limit is not None and not 0 < request.limit <= sys.maxsize:
         raise ConfigError(f"--limit {request.limit}: a number above 0 is wanted.")
     for part in profile.partitions:
         if not request.partitions or part.name in request.partitions:

@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     StringConstraints,
     ValidationError,
     field_validator,
@@ -38,7 +39,7 @@ _URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 class Section(BaseModel):
     """A table of a profile: immutable, and strict about names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ServerSettings(Section):
@@ -118,7 +119,7 @@ class ChatSettings(Section):
 
     template: str = ""
     """Path of a Jinja chat template. Empty: the model's own."""
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: dict[str, JsonValue] = {}
     """Passed to the template, e.g. { thinking = false }."""
     tool_arguments: Literal["auto", "mapping", "text"] = "auto"
     """How the template is given the arguments of earlier tool calls: JSON text is parsed for one that wants a
@@ -206,7 +207,7 @@ class SamplingOverride(Section):
 class ClassSettings(Section):
     """A length class."""
 
-    max_new_tokens: int = Field(default=2048, ge=1)
+    max_new_tokens: int = Field(default=2048, ge=1, le=1_000_000_000)
     """Cap on the answer. Raising it redoes the answers that were cut, and no others."""
     max_in_flight: int | None = Field(default=None, ge=1)
     """Cap on the requests of this class in flight, over all servers."""
@@ -289,7 +290,7 @@ class PartitionSettings(Section):
 
     name: Name
     """Stands in the release's file names and in overrides."""
-    source: str
+    source: str = Field(min_length=1)
     """A file, a directory or a glob: .jsonl, .json, .parquet, also .gz and .zst. On a local disk, at
     s3://bucket/path, or in a data set of the hub at hf://datasets/owner/name[@revision][/path]."""
     format: Literal["auto", "messages", "sharegpt", "text", "turns", "glaive", "opencodeinstruct", "bfcl"] = (
@@ -320,7 +321,7 @@ class PartitionSettings(Section):
 class StoreSettings(Section):
     """Where answers are kept."""
 
-    url: str = "data/store"
+    url: str = Field(default="data/store", min_length=1)
     """A directory or s3://bucket/prefix."""
     journal: str = ""
     """SQLite file on a local disk. Default: inside a local `url`, else data/journal-<hash of url>.sqlite."""
@@ -329,7 +330,7 @@ class StoreSettings(Section):
 class ReleaseSettings(Section):
     """What is published, and where."""
 
-    url: str = "data/release"
+    url: str = Field(default="data/release", min_length=1)
     """A directory or s3://bucket/prefix."""
     views: list[Literal["conversations", "turns"]] = Field(default=["conversations", "turns"], min_length=1)
     """Tables to publish; the first is the default one."""

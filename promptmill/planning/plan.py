@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def make_plan(run: Run, kv_tokens: Sequence[int], mean_output: float | None) -> 
     for kv in kv_tokens:
         if kv < 1:
             raise ConfigError(f"--kv-tokens {kv}: a number above 0 is wanted.")
-    if mean_output is not None and mean_output < 1:
+    if mean_output is not None and not mean_output >= 1:  # it may be no number
         raise ConfigError(f"--mean-output {mean_output:g}: a number above 0 is wanted.")
     manifests = [prepare(run.preparation(name)) for name in run.partitions]
     run.store.refresh()
@@ -113,7 +114,7 @@ def _with_estimates(profile: Profile, parts: list[Part], kv_tokens: Sequence[int
         why = f"the pace of {profile.server.engine} is not known; --kv-tokens N estimates as for SGLang"
         return Plan(parts, {}, night, why)
     count = len(profile.server.urls) or profile.server.replicas
-    conservativeness = float(str(flags.get("schedule-conservativeness", 1.0)))
+    conservativeness = _conservativeness(flags)
     surveys = [part.survey for part in parts]
     means = {part.tally.partition: part.mean_output for part in parts}
     found = {kv: estimate(surveys, means, Servers(kv, count, conservativeness)) for kv in sizes}
@@ -125,6 +126,17 @@ def _usual_sizes(profile: Profile, flags: Mapping[str, Any]) -> list[int]:
         return []
     total = flags.get("max-total-tokens")
     return [int(total)] if isinstance(total, int | str) and str(total).isdigit() else [*USUAL_KV_TOKENS]
+
+
+def _conservativeness(flags: Mapping[str, Any]) -> float:
+    said = flags.get("schedule-conservativeness", 1.0)
+    try:
+        number = float(str(said))
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"server.flags.schedule-conservativeness: a number is wanted, not {said!r}.")
+    return number
 
 
 def _part_json(part: Part) -> dict[str, Any]:

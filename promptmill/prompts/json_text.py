@@ -44,22 +44,29 @@ def dumps(value: Any) -> str:
 
 
 def clean(value: Any) -> tuple[Any, bool]:
-    """`value` with U+FFFD for each lone surrogate, and whether there was one."""
+    """`value`, changed in place, with U+FFFD for each lone surrogate; and whether there was one."""
     found = False
 
-    def walk(item: Any) -> Any:
+    def text(item: str) -> str:
         nonlocal found
-        if isinstance(item, str):
-            try:
-                item.encode()
-            except UnicodeEncodeError:
-                found = True
-                return item.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return item
-        if isinstance(item, list):
-            return [walk(one) for one in item]
-        if isinstance(item, dict):
-            return {walk(key): walk(one) for key, one in item.items()}
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            found = True
+            return item.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return item
 
-    return walk(value), found
+    whole = [value]
+    left: list[Any] = [whole]  # no recursion: what was parsed may be nested as deeply as Python calls
+    while left:
+        some = left.pop()
+        if isinstance(some, dict):
+            members = [(text(key), item) for key, item in some.items()]
+            some.clear()
+            some.update(members)
+        for key, item in list(some.items()) if isinstance(some, dict) else enumerate(some):
+            if isinstance(item, str):
+                some[key] = text(item)
+            elif isinstance(item, dict | list):
+                left.append(item)
+    return whole[0], found

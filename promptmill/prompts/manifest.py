@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from promptmill.chat import ChatRenderer
+from promptmill.errors import ConfigError
 from promptmill.files import written_whole
 from promptmill.memory import rare_collections
 from promptmill.model import Model
@@ -107,18 +108,27 @@ class Preparation:
 
 
 def prepare(preparation: Preparation) -> Manifest:
-    """Read and render the partition's source. Raises ConfigError where the source cannot be read at all."""
+    """Read and render the partition's source.
+
+    Raises ConfigError where the source cannot be read at all, or what comes of it cannot be kept.
+    """
     part = preparation.partition
     key = preparation.key()
     path, rejects_path = preparation.paths()
     cap = preparation.profile.max_new_tokens(part)
     summary = _Summary(cap)
-    with (
-        rare_collections(),
-        written_whole(path) as prompts_file,
-        written_whole(rejects_path) as rejects_file,
-    ):
-        chosen = _write(preparation, summary, prompts_file, rejects_file)
+    try:
+        with (
+            rare_collections(),
+            written_whole(path) as prompts_file,
+            written_whole(rejects_path) as rejects_file,
+        ):
+            chosen = _write(preparation, summary, prompts_file, rejects_file)
+    except OSError as error:  # what is read has errors of its own
+        raise ConfigError(
+            f"{path.parent}: prepared prompts cannot be kept there: {error.strerror or error}; "
+            "free some space, or set store.url or store.journal to where there is room."
+        ) from None
     return Manifest(
         partition=part.name,
         key=key,
@@ -155,13 +165,18 @@ def load_current(folder: Path, partition: str) -> Manifest | None:
     """The manifest that the last run or plan made, if its files are still there."""
     try:
         manifest = Manifest.from_json(json.loads((folder / f"{partition}.json").read_text("utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
-    return manifest if is_whole(manifest) else None
+    return manifest if are_whole(Path(manifest.path), Path(manifest.rejects_path)) else None
 
 
-def is_whole(manifest: Manifest) -> bool:
-    return Path(manifest.path).is_file() and Path(manifest.rejects_path).is_file()
+def are_whole(prompts: Path, rejects: Path) -> bool:
+    """Whether the files of a manifest are there, its prompts to the end: a disk may lose what was written."""
+    try:
+        pq.read_metadata(prompts)
+    except (OSError, pa.ArrowException):
+        return False
+    return rejects.is_file()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from promptmill.errors import ConfigError
+from promptmill.model import hub_client_error
 from promptmill.store.objects import s3_filesystem
 
 SCHEMES = ("s3", "hf")
@@ -65,7 +66,7 @@ def translated(source: object) -> Iterator[None]:
         raise ConfigError(
             f"source {source}: nothing is there, or it is not for you to see: {said}."
         ) from None
-    except (OSError, BotoCoreError, ClientError, _hub_client_error(), HFValidationError) as error:
+    except (OSError, BotoCoreError, ClientError, hub_client_error(), HFValidationError) as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise ConfigError(f"source {source}: cannot be read: {type(error).__name__}: {first}.") from None
 
@@ -89,7 +90,7 @@ def _on_hub(source: str) -> list[RemoteFile]:
         try:
             fs = HfFileSystem(skip_instance_cache=True)  # else it remembers what it listed
             return _listed(fs, f"{root}/{path}".rstrip("/"), _hub_address(root), _blob)
-        except (_hub_client_error(), ConnectionError) as error:
+        except (hub_client_error(), ConnectionError) as error:
             if isinstance(error, HfHubHTTPError):  # the hub was reached, and said no
                 raise
     return _in_cache(source, root, path)
@@ -98,14 +99,6 @@ def _on_hub(source: str) -> list[RemoteFile]:
 def _hub_address(root: str) -> Callable[[str], str]:
     """Names as the hub lists them have its default revision in them."""
     return lambda name: f"hf://{root}/{re.sub(r'^datasets/[^/]+/[^/]+/', '', name)}"
-
-
-def _hub_client_error() -> type[Exception]:
-    """The base of what the hub's HTTP client raises: httpx's, or that of its successor."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    base: type[Exception] = HfHubHTTPError.__mro__[1]
-    return base
 
 
 def _in_cache(source: str, root: str, path: str) -> list[RemoteFile]:

@@ -120,6 +120,23 @@ def test_template_that_is_missing_is_a_configuration_error(tokenizer: Any, tmp_p
         ChatRenderer(tokenizer, ChatSettings(template=str(tmp_path / "none.jinja")))
 
 
+def test_template_that_renders_nothing_rejects(renderer_of: RendererOf) -> None:
+    renderer = renderer_of("{% if messages[0].content == 'say' %}said{% endif %}")
+    said, nothing = renderer.render_many([([user("say")], None), ([user("nothing")], None)])
+    assert list(said) == renderer.render([user("say")], None)
+    assert isinstance(nothing, PromptRejected)
+    assert "to nothing" in nothing.detail
+    with pytest.raises(PromptRejected, match="to nothing"):
+        renderer.render([user("nothing")], None)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "truncation", "return_tensors", "messages", "chat_template"])
+def test_arguments_of_rendering_are_none_of_the_templates(tokenizer: Any, name: str) -> None:
+    chat = ChatSettings(template=str(DEMO_TEMPLATE), template_kwargs={name: True})
+    with pytest.raises(ConfigError, match=f"chat.template_kwargs: {name}: "):
+        ChatRenderer(tokenizer, chat)
+
+
 def test_model_without_a_template_needs_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match=r"name one in chat\.template"):

@@ -362,6 +362,26 @@ def test_current_manifest_without_its_files_counts_as_none(
     assert load_current(tmp_path / "manifests", "A") is None
 
 
+def test_place_that_takes_no_manifest_is_said(prepared: Callable[..., Manifest], tmp_path: Path) -> None:
+    (tmp_path / "manifests").write_text("a file")
+    with pytest.raises(ConfigError, match="manifests: prepared prompts cannot be kept there: "):
+        prepared(prompts("a"))
+    assert load_current(tmp_path / "manifests", "A") is None
+
+
+def test_current_manifest_whose_prompts_are_torn_counts_as_none(
+    prepared: Callable[..., Manifest], tmp_path: Path
+) -> None:
+    manifest = prepared(prompts("a"))
+    make_current(manifest, tmp_path / "manifests")
+    whole = Path(manifest.path).read_bytes()
+    for size in (0, 4, len(whole) // 2, len(whole) - 1):
+        Path(manifest.path).write_bytes(whole[:size])
+        assert load_current(tmp_path / "manifests", "A") is None
+    Path(manifest.path).write_bytes(whole)
+    assert load_current(tmp_path / "manifests", "A") == manifest
+
+
 def test_make_current_prunes_its_own_partition_only(tmp_path: Path, renderer: ChatRenderer) -> None:
     folder, source = tmp_path / "manifests", tmp_path / "a.jsonl"
     names = ("B1", "B1-x", "B1.x", "B10", "b1")

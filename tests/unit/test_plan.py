@@ -125,6 +125,13 @@ def test_plan_of_another_engine_estimates_nothing_unless_told_the_kv_tokens(
     [
         (("--kv-tokens", "0"), "--kv-tokens 0"),
         (("--mean-output", "0"), "--mean-output 0"),
+        (("--mean-output", "nan"), "--mean-output nan"),
+        (("--limit", str(10**20)), "--limit 1000"),
+        (
+            ("--kv-tokens", "9000", "--set", "server.flags.schedule-conservativeness=low"),
+            "schedule-conservativeness: a number is wanted",
+        ),
+        (("--set", "store.url=/dev/null"), "Not a directory: '/dev/null/journal-manifests'"),
         (("--plot", "plan.pdf"), ".png"),
         (("--plot", "no/such/folder/plan.png"), "no folder"),
     ],

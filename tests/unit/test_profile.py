@@ -214,6 +214,14 @@ def test_profile_mistake_in_the_file_is_named(tmp_path: Path, text: str, said: s
         ("sampling.seed.x=1", "below a plain value"),
         ("server.port=many", "server.port: "),
         ("server.port=70000", "server.port: "),
+        ("sampling.temperature=inf", "sampling.temperature: "),
+        ("run.max_hours=inf", "run.max_hours: "),
+        ("classes.short.max_new_tokens=1000000000000", "classes.short.max_new_tokens: "),
+        ("partitions.B1_glaive.source=", "partitions.0.source: "),
+        ("store.url=", "store.url: "),
+        ("release.url=", "release.url: "),
+        ("chat.template_kwargs.day=2026-11-30", "chat.template_kwargs.day: "),
+        ("chat.template_kwargs.share=nan", "chat.template_kwargs.share"),
     ],
 )
 def test_profile_override_that_cannot_be_is_refused(toml: str, override: str, said: str) -> None:

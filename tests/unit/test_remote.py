@@ -14,9 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import make_profile
 from huggingface_hub import constants
 
 from promptmill.errors import ConfigError
+from promptmill.model import resolve_model
 from promptmill.prompts.readers import RawRow, read_rows
 from promptmill.prompts.sources import fingerprint, list_files
 
@@ -215,3 +217,14 @@ def test_file_that_goes_while_it_is_read_is_said(hub: None, monkeypatch: pytest.
     monkeypatch.delitem(FILES, "data/a.jsonl.gz")
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz"):
         list(read_rows(files))
+
+
+def test_model_that_is_looked_for_on_a_hub_that_cannot_be_reached_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(ConfigError, match="neither a local path nor found on the hub"):
+        resolve_model(make_profile(model="team/model"))

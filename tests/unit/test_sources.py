@@ -154,6 +154,13 @@ def test_source_lone_surrogates_become_replacement_characters(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.parametrize("depth", [300, 800])
+def test_source_array_items_may_be_nested_as_lines_may(tmp_path: Path, depth: int) -> None:
+    item = rb'{"v": "\ud83d", "deep": ' + b"[" * depth + b"]" * depth + b"}"
+    for content in (b"[%b, %b]" % (item, item), b"%b\n%b\n" % (item, item)):
+        assert [row["v"] for row in read(tmp_path / "a.json", content)] == ["\ufffd"] * 2
+
+
 def test_source_odd_bytes_and_deep_nesting_are_rejects(tmp_path: Path) -> None:
     deep = b'{"v": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     content = b'{"v": "\xff"}\n' + deep + b'\n{"v": NaN, "id": 1}\n'
