@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+# Bounds that end what hangs, on any machine: no test is about how long a run takes.
+GIVE_UP_S = 900.0
+TEST_S = 2700.0
 
 PROFILE = """
 model = "embedded:smollm2"
@@ -83,7 +87,7 @@ class Place:
             **self.env,
         }
 
-    def run(self, *command: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = GIVE_UP_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self.folder,
@@ -111,26 +115,34 @@ class Place:
                 continue
         return found
 
-    def wait_until_empty(self, timeout_s: float) -> list[psutil.Process]:
+    def wait_until_empty(self, timeout_s: float = GIVE_UP_S) -> list[psutil.Process]:
         _, alive = psutil.wait_procs(self.processes(), timeout=timeout_s)
         return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str, every_s: float = 0.05) -> None:
     """Poll, bounded: what is waited for happens in another process."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + GIVE_UP_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
+        assert time.monotonic() < deadline, f"not within {GIVE_UP_S} s: {what}"
+        time.sleep(every_s)
 
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Prefect home with its database made, to be copied: making one takes ten seconds."""
-    home = Place(tmp_path_factory.mktemp("home"))
-    made = home.run("prefect", "server", "database", "upgrade", "-y")
-    assert made.returncode == 0, made.stdout + made.stderr
-    return home.folder / "prefect"
+    """A Prefect home with its database made, to be copied. It takes ten seconds: one for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    done = folder / "migrated"
+    with (folder / "migrated.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            home = Place(tmp_path_factory.mktemp("home"))
+            made = home.run("prefect", "server", "database", "upgrade", "-y")
+            assert made.returncode == 0, made.stdout + made.stderr
+            (home.folder / "prefect").rename(done)
+    return done
 
 
 @pytest.fixture
@@ -144,12 +156,17 @@ def place(tmp_path: Path, migrated: Path) -> Iterator[Place]:
     psutil.wait_procs(leftover, timeout=10)
 
 
-@pytest.fixture
-def small(place: Place) -> Place:
-    """`place` with small.toml: 12 prompts, and 3 conversations of two turns."""
-    (place.folder / "small.toml").write_text(PROFILE.format(root=ROOT), encoding="utf-8")
+def write_small(folder: Path) -> None:
+    """small.toml with its 12 prompts, and 3 conversations of two turns."""
+    (folder / "small.toml").write_text(PROFILE.format(root=ROOT), encoding="utf-8")
     texts = [{"id": f"a-{topic}", "prompt": f"Tell me something about {topic}."} for topic in TOPICS]
     turns = [{"id": f"b-{t}", "turns": [f"What is {t} for?", "And who needs it?"]} for t in TOPICS[:3]]
     for name, rows in (("a.jsonl", texts), ("b.jsonl", turns)):
-        (place.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def small(place: Place) -> Place:
+    """`place` with small.toml."""
+    write_small(place.folder)
     return place

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from place import ROOT, Place
+from place import ROOT, TEST_S, Place
 
 from tests.contract.sglang_place import sim_model
 
+pytestmark = pytest.mark.timeout(TEST_S)
 PROFILE = """
 model = "moonshotai/Kimi-K2.5"
 model_path = "{model}"

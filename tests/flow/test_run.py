@@ -10,12 +10,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from place import TOPICS, Place, wait_for
+from place import GIVE_UP_S, TEST_S, TOPICS, Place, wait_for
 
 from promptmill.store.journal import JournalReader
 from promptmill.types import Answer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
 LOAD = """
 import json, sys, datasets
@@ -43,11 +43,11 @@ def journaled(place: Place) -> dict[str, Answer]:
 
 def test_run_killed_in_the_middle_goes_on_and_releases_every_prompt_once(small: Place) -> None:
     first = small.start("promptmill", "run", "small.toml", log="first.log")
-    wait_for(lambda: len(journaled(small)) >= 4 or first.poll() is not None, 150, "four answers")
+    wait_for(lambda: len(journaled(small)) >= 4 or first.poll() is not None, "four answers")
     assert first.poll() is None, (small.folder / "first.log").read_text()
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert small.wait_until_empty(10) == []
+    assert small.wait_until_empty() == []
     before = journaled(small)
     assert 4 <= len(before) < 18
 
@@ -78,7 +78,7 @@ def test_run_killed_in_the_middle_goes_on_and_releases_every_prompt_once(small: 
 
 def test_run_stopped_by_hand_ends_with_status_3_and_a_second_run_is_refused_meanwhile(small: Place) -> None:
     slow = small.start("promptmill", "run", "small.toml", "--set", "server.flags.parallel=1", log="first.log")
-    wait_for(lambda: len(journaled(small)) >= 2 or slow.poll() is not None, 150, "two answers")
+    wait_for(lambda: len(journaled(small)) >= 2 or slow.poll() is not None, "two answers")
     second = small.run("promptmill", "run", "small.toml")
     assert second.returncode == 1
     assert f"pid {slow.pid}" in second.stderr
@@ -86,7 +86,7 @@ def test_run_stopped_by_hand_ends_with_status_3_and_a_second_run_is_refused_mean
 
     assert small.run("promptmill", "stop", "small.toml").returncode == 0
     try:
-        assert slow.wait(timeout=60) == 3, (small.folder / "first.log").read_text()
+        assert slow.wait(timeout=GIVE_UP_S) == 3, (small.folder / "first.log").read_text()
     except subprocess.TimeoutExpired:
         slow.kill()
         raise
