@@ -36,7 +36,7 @@ template = "{root}/deployments/demo/chat_template.jinja"
 [sampling]
 temperature = 0.6
 seed = 3
-ebnf = '''root ::= [^<]{{5,40}} "\\n" <[9617]> <[17400]> <[46]> "\\n\\n" [^<]{{5,60}}'''
+ebnf = '''root ::= [^<]{{5,20}} "\\n" <[9617]> <[17400]> <[46]> "\\n\\n" [^<]{{5,30}}'''
 [classes.short]
 max_new_tokens = 64
 [store]
@@ -115,7 +115,7 @@ class Place:
                 continue
         return found
 
-    def wait_until_empty(self, timeout_s: float = GIVE_UP_S) -> list[psutil.Process]:
+    def wait_until_empty(self, timeout_s: float = 60) -> list[psutil.Process]:
         _, alive = psutil.wait_procs(self.processes(), timeout=timeout_s)
         return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 

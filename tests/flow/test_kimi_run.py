@@ -45,7 +45,7 @@ source = "b1.jsonl"
 name = "B4_deepseek"
 source = "b4.jsonl"
 """
-ROWS = 60
+ROWS = 20
 
 
 @pytest.fixture
@@ -78,40 +78,43 @@ def log_of(place: Place, life: int) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("headroom", "cause", "step"),
-    [
-        ("0", "out of memory", "0.93 → 0.88"),
-        ("2.0", r"leaves 0\.[78]\d GiB", "0.93 → 0.88"),
-    ],
-    ids=["dies under load", "refused at the gate"],
-)
-def test_kimi_run_finds_its_memory_fraction_by_itself(
-    kimi: Place, headroom: str, cause: str, step: str
-) -> None:
-    ran = kimi.run("promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom}")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(cause, ran.stdout)
-    assert f"mem-fraction-static {step}" in ran.stdout
-    assert ran.stdout.count("launching server") == 2
-    assert re.search(r"is ready .* 1(58|59|60),\d{3} KV tokens.* 5\.\d+ GiB of GPU memory free", ran.stdout)
+STEP = "mem-fraction-static 0.93 → 0.88"
 
-    status = json.loads(kimi.run("promptmill", "status", "kimi.toml", "--json").stdout)
+
+def run(place: Place, headroom_gib: str) -> str:
+    """What a run that ended well has printed."""
+    ran = place.run("promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom_gib}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def check_learned(place: Place, told: str, cause: str) -> None:
+    """It met `cause` at the fraction it was given, and went on with the right one."""
+    assert re.search(cause, told)
+    assert STEP in told
+    assert told.count("launching server") == 2
+    assert re.search(r"is ready .* 1(58|59|60),\d{3} KV tokens.* 5\.\d+ GiB of GPU memory free", told)
+    status = json.loads(place.run("promptmill", "status", "kimi.toml", "--json").stdout)
     for part in status["partitions"].values():
         assert part["rows"] == ROWS
         assert part["pending"] == part["failed"] == part["rejected"] == 0
-    report, lives = artifact(kimi, "report"), artifact(kimi, "server-lives")
+    report, lives = artifact(place, "report"), artifact(place, "server-lives")
     for text in (report, lives):
-        assert f"mem-fraction-static {step}" in text
+        assert STEP in text
     assert re.search(cause, lives)
     assert "--mem-fraction-static" not in report
-    assert "mem_fraction_static': 0.88" in log_of(kimi, 2) or "0.88" in log_of(kimi, 2)
+    assert "mem_fraction_static': 0.88" in log_of(place, 2) or "0.88" in log_of(place, 2)
 
-    again = kimi.run(
-        "promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom}",
-        "--set", "classes.short.max_new_tokens=620", "--accept-redo",
-    )  # fmt: skip
-    assert again.returncode == 0, again.stdout + again.stderr
-    if "launching server" in again.stdout:  # the cut ones are asked again, and nobody has to learn twice
-        assert f"as in an earlier run: mem-fraction-static {step}" in again.stdout
-        assert again.stdout.count("launching server") == 1
+
+def test_kimi_run_finds_its_memory_fraction_by_itself_and_keeps_it(kimi: Place) -> None:
+    check_learned(kimi, run(kimi, "0"), "out of memory")
+    with (kimi.folder / "b1.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"id": "new", "prompt": "Say what this means."}\n')
+    again = run(kimi, "0")  # nobody has to learn twice
+    assert f"as in an earlier run: {STEP}" in again
+    assert again.count("launching server") == 1
+    assert f"{2 * ROWS} already done, 1 to go" in again
+
+
+def test_kimi_run_refused_at_the_gate_finds_its_memory_fraction_by_itself(kimi: Place) -> None:
+    check_learned(kimi, run(kimi, "2.0"), r"leaves 0\.[78]\d GiB")

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import psutil
 import pytest
 from place import GIVE_UP_S, TEST_S, TOPICS, Place, wait_for
 
@@ -34,6 +35,13 @@ def load_release(place: Place) -> dict[str, list[dict[str, Any]]]:
     assert loaded.returncode == 0, loaded.stderr
     views: dict[str, list[dict[str, Any]]] = json.loads(loaded.stdout)
     return views
+
+
+def engine(place: Place) -> psutil.Process:
+    """The server's own process, which its keeper and its run have above them."""
+    started = ["-m", "promptmill.serving.embedded"]
+    (found,) = (process for process in place.processes() if process.cmdline()[1:3] == started)
+    return found
 
 
 def journaled(place: Place) -> dict[str, Answer]:
@@ -77,14 +85,19 @@ def test_run_killed_in_the_middle_goes_on_and_releases_every_prompt_once(small: 
 
 
 def test_run_stopped_by_hand_ends_with_status_3_and_a_second_run_is_refused_meanwhile(small: Place) -> None:
-    slow = small.start("promptmill", "run", "small.toml", "--set", "server.flags.parallel=1", log="first.log")
+    patient = f"server.inactivity_timeout_s={GIVE_UP_S}"
+    one = "server.flags.parallel=1"
+    slow = small.start("promptmill", "run", "small.toml", "--set", one, "--set", patient, log="first.log")
     wait_for(lambda: len(journaled(small)) >= 2 or slow.poll() is not None, "two answers")
+    server = engine(small)
+    server.suspend()  # or the first run might be over before it is asked to stop
     second = small.run("promptmill", "run", "small.toml")
     assert second.returncode == 1
     assert f"pid {slow.pid}" in second.stderr
     assert len(second.stderr.splitlines()) == 1
 
     assert small.run("promptmill", "stop", "small.toml").returncode == 0
+    server.resume()
     try:
         assert slow.wait(timeout=GIVE_UP_S) == 3, (small.folder / "first.log").read_text()
     except subprocess.TimeoutExpired:

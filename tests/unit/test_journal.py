@@ -20,7 +20,7 @@ from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
 from promptmill.types import Answer
 from tests.helpers_store import answer, cut, end, sha, start_python
 
-WAIT_S = 20
+WAIT_S = 60
 
 Connected = Callable[[sqlite3.Connection], None]
 
