@@ -49,8 +49,9 @@ ROWS = 20
 
 
 @pytest.fixture
-def kimi(place: Place) -> Place:
+def kimi(place: Place, shared_api: Place) -> Place:
     """`place` with kimi.toml. Prompts are long enough that the chunk of a prefill is full."""
+    place.env["PREFECT_API_URL"] = shared_api.api_url
     model = sim_model(place.folder)
     text = PROFILE.format(model=model, python=sys.executable, root=ROOT)
     (place.folder / "kimi.toml").write_text(text, encoding="utf-8")
@@ -62,9 +63,9 @@ def kimi(place: Place) -> Place:
     return place
 
 
-def artifact(place: Place, key: str) -> str:
+def artifact(api: Place, key: str) -> str:
     """The latest artifact of that key, from Prefect's own database."""
-    with sqlite3.connect(place.folder / "prefect/prefect.db") as database:
+    with sqlite3.connect(api.folder / "prefect/prefect.db") as database:
         (data,) = database.execute(
             "select data from artifact where key = ? order by created desc limit 1", (key,)
         ).fetchone()
@@ -88,7 +89,7 @@ def run(place: Place, headroom_gib: str) -> str:
     return ran.stdout
 
 
-def check_learned(place: Place, told: str, cause: str) -> None:
+def check_learned(place: Place, api: Place, told: str, cause: str) -> None:
     """It met `cause` at the fraction it was given, and went on with the right one."""
     assert re.search(cause, told)
     assert STEP in told
@@ -98,7 +99,7 @@ def check_learned(place: Place, told: str, cause: str) -> None:
     for part in status["partitions"].values():
         assert part["rows"] == ROWS
         assert part["pending"] == part["failed"] == part["rejected"] == 0
-    report, lives = artifact(place, "report"), artifact(place, "server-lives")
+    report, lives = artifact(api, "report"), artifact(api, "server-lives")
     for text in (report, lives):
         assert STEP in text
     assert re.search(cause, lives)
@@ -106,8 +107,8 @@ def check_learned(place: Place, told: str, cause: str) -> None:
     assert "mem_fraction_static': 0.88" in log_of(place, 2) or "0.88" in log_of(place, 2)
 
 
-def test_kimi_run_finds_its_memory_fraction_by_itself_and_keeps_it(kimi: Place) -> None:
-    check_learned(kimi, run(kimi, "0"), "out of memory")
+def test_kimi_run_finds_its_memory_fraction_by_itself_and_keeps_it(kimi: Place, shared_api: Place) -> None:
+    check_learned(kimi, shared_api, run(kimi, "0"), "out of memory")
     with (kimi.folder / "b1.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"id": "new", "prompt": "Say what this means."}\n')
     again = run(kimi, "0")  # nobody has to learn twice
@@ -116,5 +117,7 @@ def test_kimi_run_finds_its_memory_fraction_by_itself_and_keeps_it(kimi: Place) 
     assert f"{2 * ROWS} already done, 1 to go" in again
 
 
-def test_kimi_run_refused_at_the_gate_finds_its_memory_fraction_by_itself(kimi: Place) -> None:
-    check_learned(kimi, run(kimi, "2.0"), r"leaves 0\.[78]\d GiB")
+def test_kimi_run_refused_at_the_gate_finds_its_memory_fraction_by_itself(
+    kimi: Place, shared_api: Place
+) -> None:
+    check_learned(kimi, shared_api, run(kimi, "2.0"), r"leaves 0\.[78]\d GiB")
