@@ -180,7 +180,7 @@ def answer_all(profile: Profile, manifest: Manifest, segment_rows: int) -> None:
     segments, model, rng = Segments(LocalFolder(profile.store.url)), resolve_model(profile), random.Random(1)
     answers = (
         make_answer(
-            row.prompt_hashes[0][0], manifest.partition, row.input_ids, rng, model.name, model.revision
+            row.prompt_hashes[0][0], manifest.partition, list(row.input_ids), rng, model.name, model.revision
         )
         for row in read_prompts(manifest)
     )

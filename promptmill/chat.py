@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import jinja2
 import orjson
 
-from promptmill.encoding import Encode, make_encoder
+from promptmill.encoding import Encode, Ids, make_encoder
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.markers import Markers, resolve
 from promptmill.model import is_own_code
@@ -69,15 +69,15 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
         """The input ids that ask for the next answer. Raises PromptRejected, with the template's words."""
-        return self._finished(messages, tools, self._ids(messages, tools))
+        return list(self._finished(messages, tools, self._ids(messages, tools)))
 
     def render_many(
         self, prompts: Sequence[tuple[Sequence[Message], list[dict[str, Any]] | None]]
-    ) -> list[list[int] | PromptRejected]:
+    ) -> list[Ids | PromptRejected]:
         """What `render` gives or raises for each; far quicker where the tokenizer's class allows it."""
         if self._encode is None:
             return [_or_reject(self.render, *prompt) for prompt in prompts]
-        texts = [_or_reject(self.render_text, *prompt) for prompt in prompts]
+        texts = self._texts(prompts)
         try:
             encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
         except _TEMPLATE_ERRORS:  # one of them cannot be encoded; which one is seen row by row
@@ -165,44 +165,61 @@ class ChatRenderer:
         """How the template wants the arguments of tool calls."""
         if self._settings.tool_arguments != "auto":
             return self._settings.tool_arguments
-        return form_of(lambda messages: str(self._apply(messages, PROBE_TOOLS, tokenize=False)))
+        return form_of(lambda messages: str(self._apply(self._named(messages), PROBE_TOOLS, tokenize=False)))
 
-    def _finished(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, ids: list[int]
-    ) -> list[int]:
+    def _finished(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, ids: Ids) -> Ids:
         """The ids of a rendered prompt, looked at. Raises PromptRejected."""
         if tools and self._settings.ignored_tools == "reject" and not self._shows(tools, messages, ids):
             raise PromptRejected("tools_not_rendered", "the template renders this prompt without its tools")
         if ids and max(ids) >= self.vocabulary:
             raise PromptRejected("id_out_of_vocabulary", f"id {max(ids)} of {self.vocabulary}")
-        while self._begin is not None and ids[:2] == [self._begin] * 2:
+        while self._begin is not None and list(ids[:2]) == [self._begin] * 2:
             del ids[0]  # the template's own, and one that the tokenizer's class adds
         if self._settings.open_reasoning and self.markers and not self._splitter.reasons(ids):
-            ids += self.markers.open
+            ids.extend(self.markers.open)
         return ids
 
     def _ids(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
         ids = self._call(messages, tools, tokenize=True)
         return [int(i) for i in (ids["input_ids"] if isinstance(ids, Mapping) else ids)]
 
+    def _texts(
+        self, prompts: Sequence[tuple[Sequence[Message], list[dict[str, Any]] | None]]
+    ) -> list[str | PromptRejected]:
+        """What `render_text` gives or raises for each; all in one call where that is the same."""
+        if not any(tools is not None or _has_calls(messages) for messages, tools in prompts):
+            with suppress(PromptRejected):  # which one it is, is seen row by row
+                return list(
+                    self._apply([self._named(messages) for messages, _ in prompts], None, tokenize=False)
+                )
+        return [_or_reject(self.render_text, *prompt) for prompt in prompts]
+
     def _call(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, tokenize: bool) -> Any:
-        if not any(message.get("tool_calls") for message in messages):
-            return self._apply(messages, tools, tokenize)
+        if not _has_calls(messages):
+            return self._apply(self._named(messages), tools, tokenize)
         try:
-            return self._apply(with_arguments(messages, self._arguments), tools, tokenize)
+            return self._apply(self._named(with_arguments(messages, self._arguments)), tools, tokenize)
         except PromptRejected as error:
             if self._arguments is not None or error.reason != "template_error":
                 raise
             with suppress(PromptRejected):  # it renders the probe in neither form: each row is tried in both
-                return self._apply(with_arguments(messages, "mapping"), tools, tokenize)
+                return self._apply(self._named(with_arguments(messages, "mapping")), tools, tokenize)
             raise
 
-    def _apply(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, tokenize: bool) -> Any:
+    def _named(self, messages: Sequence[Message]) -> Sequence[Message]:
+        field = self.markers.field
+        return messages if field == "reasoning_content" else _renamed(messages, field)
+
+    def _apply(
+        self,
+        said: Sequence[Message] | Sequence[Sequence[Message]],
+        tools: list[dict[str, Any]] | None,
+        tokenize: bool,
+    ) -> Any:
+        """Of one conversation, or of each of several. Raises PromptRejected."""
         try:
             return self._tokenizer.apply_chat_template(
-                messages
-                if self.markers.field == "reasoning_content"
-                else _renamed(messages, self.markers.field),
+                said,
                 tools=tools,
                 chat_template=self._template,
                 add_generation_prompt=True,
@@ -213,16 +230,16 @@ class ChatRenderer:
         except _TEMPLATE_ERRORS as error:
             raise PromptRejected("template_error", str(error) or type(error).__name__) from None
 
-    def _shows(self, tools: list[dict[str, Any]], messages: Sequence[Message], ids: list[int]) -> bool:
+    def _shows(self, tools: list[dict[str, Any]], messages: Sequence[Message], ids: Ids) -> bool:
         """Whether the prompt is another one without its tools; looked at once for tools and outer roles."""
         try:
             digest = hashlib.sha256(orjson.dumps(tools)).digest()
         except TypeError:  # an integer over 64 bits
-            return ids != self._ids(messages, None)
+            return list(ids) != self._ids(messages, None)
         key = (digest, str(messages[0]["role"]), str(messages[-1]["role"]))
         if key in self._shown_tools:
             return True
-        if ids == self._ids(messages, None):
+        if list(ids) == self._ids(messages, None):
             return False
         if len(self._shown_tools) >= _REMEMBERED_TOOLS:
             self._shown_tools.clear()
@@ -243,6 +260,10 @@ def _or_reject(render: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T |
         return render(*args, **kwargs)
     except PromptRejected as reject:
         return reject
+
+
+def _has_calls(messages: Sequence[Message]) -> bool:
+    return any(message.get("tool_calls") for message in messages)
 
 
 def _renamed(messages: Sequence[Message], field: str) -> list[Message]:

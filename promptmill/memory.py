@@ -1,11 +1,17 @@
-"""What is asked of the C library's allocator."""
+"""What is asked of the C library's allocator and of Python's garbage collector."""
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _M_ARENA_MAX = -8
+_GC_THRESHOLD = (20_000, 20, 20)
+"""With 1,000 requests in flight, Python's own takes an eighth of all CPU time, and finds next to nothing: 340
+objects in 4,000 answers were in cycles."""
 
 
 def share_one_arena() -> None:
@@ -19,3 +25,36 @@ def share_one_arena() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.malloc_trim(0)
+
+
+class RareCollections:
+    """While someone is inside, garbage is looked for rarely, and not among what was there before.
+
+    The libraries alone make 150,000 objects at import, which are not looked through again and again.
+    """
+
+    def __init__(self) -> None:
+        self._entering = threading.Lock()
+        self._inside = 0
+        self._before = gc.get_threshold()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._entering:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = gc.get_threshold()
+                gc.freeze()
+                gc.set_threshold(*_GC_THRESHOLD)
+        try:
+            yield
+        finally:
+            with self._entering:
+                self._inside -= 1
+                if not self._inside:
+                    gc.unfreeze()
+                    gc.set_threshold(*self._before)
+
+
+rare_collections = RareCollections()
+"""The collector is one for the process, so this is too."""

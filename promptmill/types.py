@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -125,7 +126,7 @@ class PromptRow:
     location: str
     turns: list[list[Message]]
     tools: list[dict[str, Any]] | None
-    input_ids: list[int]
+    input_ids: Sequence[int]
     """The rendered first turn."""
     prompt_hashes: list[list[str]]
     """By sample and turn."""

@@ -16,14 +16,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty
 
 from promptmill import events
 from promptmill.chat import ChatRenderer
 from promptmill.errors import PromptmillError
 from promptmill.generation.loop import Finished, Loop, RunEnded
-from promptmill.memory import share_one_arena
+from promptmill.memory import rare_collections, share_one_arena
 from promptmill.model import Model
 from promptmill.serving.facts import Facts
 from promptmill.serving.server import Lost, Server
@@ -32,11 +32,6 @@ from promptmill.store.store import Store
 from promptmill.types import Manifest, Tally
 
 __all__ = ["Finished", "Lost", "Mill", "MillBroke", "RunEnded"]
-
-
-_GC_THRESHOLD = (20_000, 20, 20)
-"""With 1,000 requests in flight, Python's own takes an eighth of all CPU time, and finds next to nothing: 340
-objects in 4,000 answers were in cycles."""
 
 
 class MillBroke(PromptmillError):
@@ -57,15 +52,14 @@ class Mill:
     ) -> None:
         self._loop = Loop(profile, store, renderer, model, manifests, retry_failed)
         self._thread = threading.Thread(target=self._main, name="mill", daemon=True)
+        self._quiet = ExitStack()
 
     def start(self) -> None:
         """Count what is pending, and start the loop's thread."""
         self._loop.count()
         share_one_arena()
         gc.collect()
-        gc.freeze()  # what libraries made at import, 150,000 objects, is not looked through again and again
-        self._gc_threshold = gc.get_threshold()
-        gc.set_threshold(*_GC_THRESHOLD)
+        self._quiet.enter_context(rare_collections())
         self._thread.start()
         self._loop.ready.wait()
 
@@ -75,8 +69,7 @@ class Mill:
             self.fail(RunEnded("the run was ended"))
             self._post(self._loop.close)
             self._thread.join()
-            gc.unfreeze()
-            gc.set_threshold(*self._gc_threshold)
+            self._quiet.close()
 
     def __enter__(self) -> Mill:
         self.start()

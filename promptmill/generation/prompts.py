@@ -85,7 +85,7 @@ class PromptMaker:
         return Prompt(
             prompt_hash=row.prompt_hashes[sample][0],
             partition=self._manifest.partition,
-            input_ids=row.input_ids,
+            input_ids=list(row.input_ids),
             sample=sample,
             turn=0,
             max_new_tokens=self._cap(row),

@@ -28,7 +28,7 @@ class ControlTokens:
         for turn in turns:
             for message in turn:
                 pattern = self._any_of_assistant if message["role"] == "assistant" else self._any
-                for text in _texts(message):
+                for text in _texts_of(message):
                     if found := pattern.first(text):
                         return found
         for text in _texts(tools):
@@ -55,6 +55,13 @@ class _OneOf:
 
 def _pattern(tokens: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+
+def _texts_of(message: Message) -> Iterable[str]:
+    """Every text of a message but the names of what it is made of."""
+    if len(message) == 2:  # role and content
+        return (message["content"],)
+    return _texts(list(message.values()))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -47,7 +47,8 @@ class PromptHasher:
 
     def __call__(self, input_ids: Sequence[int], sample: int) -> str:
         """The hash of a first turn: 64 hexadecimal digits."""
-        return self._of(array("I", input_ids).tobytes(), sample)
+        ids = input_ids if isinstance(input_ids, array) else array("I", input_ids)
+        return self._of(ids.tobytes(), sample)
 
     def of_messages(
         self,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ import pyarrow.parquet as pq
 
 from promptmill.chat import ChatRenderer
 from promptmill.files import written_whole
+from promptmill.memory import rare_collections
 from promptmill.model import Model
 from promptmill.prompts import formats, json_text, sources
 from promptmill.prompts.hashing import SCHEMA_VERSION, Digests, RunningDigest, digests
@@ -111,7 +113,11 @@ def prepare(preparation: Preparation) -> Manifest:
     path, rejects_path = preparation.paths()
     cap = preparation.profile.max_new_tokens(part)
     summary = _Summary(cap)
-    with written_whole(path) as prompts_file, written_whole(rejects_path) as rejects_file:
+    with (
+        rare_collections(),
+        written_whole(path) as prompts_file,
+        written_whole(rejects_path) as rejects_file,
+    ):
         chosen = _write(preparation, summary, prompts_file, rejects_file)
     return Manifest(
         partition=part.name,
@@ -331,9 +337,18 @@ def _to_arrow(rows: list[PromptRow]) -> pa.RecordBatch:
         "location": [r.location for r in rows],
         "turns": [json_text.dumps(r.turns) for r in rows],
         "tools": [json_text.dumps(r.tools) if r.tools else None for r in rows],
-        "input_ids": [r.input_ids for r in rows],
         "prompt_hashes": [r.prompt_hashes for r in rows],
         "max_new_tokens": [r.max_new_tokens for r in rows],
     }
-    arrays = [pa.array(columns[field.name], type=field.type) for field in _SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+    arrays = {name: pa.array(values, type=_SCHEMA.field(name).type) for name, values in columns.items()}
+    arrays["input_ids"] = _lists([r.input_ids for r in rows])
+    return pa.RecordBatch.from_arrays([arrays[name] for name in _SCHEMA.names], schema=_SCHEMA)
+
+
+def _lists(rows: list[Sequence[int]]) -> Any:
+    """Lists of ids as Arrow's, most of them without one Python integer."""
+    ends = np.cumsum([0, *map(len, rows)])
+    packed = b"".join((ids if isinstance(ids, array) else array("I", ids)).tobytes() for ids in rows)
+    values = pa.Array.from_buffers(pa.int32(), int(ends[-1]), [None, pa.py_buffer(packed)])
+    offsets = pa.Array.from_buffers(pa.int64(), len(ends), [None, pa.py_buffer(ends.astype(np.int64))])
+    return pa.LargeListArray.from_arrays(offsets, values)

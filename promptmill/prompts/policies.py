@@ -112,6 +112,8 @@ def _without_orphans(
     turns: list[list[Message]], policies: PolicySettings, notes: set[str]
 ) -> list[list[Message]]:
     """A result that names no call is taken for the one before it; so is any where calls have no ids."""
+    if not any(message.get("tool_call_id") is not None for turn in turns for message in turn):
+        return turns
     made: set[Any] = set()
 
     def is_orphan(message: Message) -> bool:

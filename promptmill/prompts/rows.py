@@ -1,15 +1,15 @@
 """Raw rows to prompt rows: read by their format, under the partition's policies, rendered and hashed.
 
-Some hundred at a time: while these are hashed and written, the next are rendered.
+Some hundred at a time, as that is the quickest way to render them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from promptmill.encoding import Ids
 from promptmill.errors import ConfigError, PromptRejected
 from promptmill.prompts import formats, where
 from promptmill.prompts.control import ControlTokens
@@ -20,9 +20,6 @@ from promptmill.types import Conversation, PromptRow, Reject
 
 if TYPE_CHECKING:
     from promptmill.prompts.manifest import Preparation
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 _CHUNK_ROWS = 200
 _CHUNK_CHARACTERS = 1_000_000
@@ -41,8 +38,6 @@ class Understood:
 Prepared = tuple[PromptRow, set[str]]
 """A prompt, and what policies did to its row."""
 Chunk = list[Understood | Reject]
-Rendered = list[list[int] | PromptRejected]
-"""Of the conversations of a chunk, in order."""
 
 
 class RowReader:
@@ -65,11 +60,10 @@ class RowReader:
 
     def read(self, rows: Iterable[RawRow | Reject]) -> Iterator[Prepared | Reject]:
         """Every row in its order. Raises ConfigError where no format fits the rows at all."""
-        with ThreadPoolExecutor(1, "render") as pool:
-            for chunk, rendered in _one_ahead(pool, self._render, self._chunks(rows)):
-                ids = iter(rendered)
-                for item in chunk:
-                    yield item if isinstance(item, Reject) else self._prepared(item, next(ids))
+        for chunk in self._chunks(rows):
+            ids = iter(self._render(chunk))
+            for item in chunk:
+                yield item if isinstance(item, Reject) else self._prepared(item, next(ids))
 
     def _chunks(self, rows: Iterable[RawRow | Reject]) -> Iterator[Chunk]:
         chunk: Chunk = []
@@ -104,11 +98,11 @@ class RowReader:
         except ConfigError as error:
             raise ConfigError(f"partition {self._part.name}: {row.location}: {error}") from None
 
-    def _render(self, chunk: Chunk) -> Rendered:
+    def _render(self, chunk: Chunk) -> list[Ids | PromptRejected]:
         conversations = (item.conversation for item in chunk if isinstance(item, Understood))
         return self._renderer.render_many([(said.turns[0], said.tools) for said in conversations])
 
-    def _prepared(self, item: Understood, ids: list[int] | PromptRejected) -> Prepared | Reject:
+    def _prepared(self, item: Understood, ids: Ids | PromptRejected) -> Prepared | Reject:
         try:
             if isinstance(ids, PromptRejected):
                 raise ids
@@ -116,7 +110,7 @@ class RowReader:
         except PromptRejected as error:
             return _cut(Reject(item.row.location, error.reason, error.detail))
 
-    def _hashed(self, item: Understood, ids: list[int]) -> PromptRow:
+    def _hashed(self, item: Understood, ids: Ids) -> PromptRow:
         """Raises PromptRejected."""
         conversation = item.conversation
         cap = self._room(len(ids), item.row)
@@ -134,7 +128,7 @@ class RowReader:
             max_new_tokens=cap,
         )
 
-    def _first(self, conversation: Conversation, ids: list[int], sample: int) -> str:
+    def _first(self, conversation: Conversation, ids: Ids, sample: int) -> str:
         if self._chat is None:
             return self._hash(ids, sample)
         return self._hash.of_messages(conversation.turns[0], conversation.tools, self._chat, sample)
@@ -169,15 +163,3 @@ class RowReader:
 
 def _cut(reject: Reject) -> Reject:
     return Reject(reject.location, reject.reason, reject.detail[:_DETAIL])
-
-
-def _one_ahead(pool: Executor, work: Callable[[T], U], items: Iterable[T]) -> Iterator[tuple[T, U]]:
-    """Each item and what `work` makes of it in the pool; the next one is under way meanwhile."""
-    before: tuple[T, Future[U]] | None = None
-    for item in items:
-        current = (item, pool.submit(work, item))
-        if before:
-            yield before[0], before[1].result()
-        before = current
-    if before:
-        yield before[0], before[1].result()

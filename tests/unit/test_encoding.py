@@ -11,10 +11,12 @@ import pytest
 from helpers import DEMO_TEMPLATE, make_preparation, user, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from promptmill import encoding
 from promptmill.chat import ChatRenderer
-from promptmill.encoding import InPieces, make_encoder
+from promptmill.encoding import InPieces, make_encoder, split_words
 from promptmill.errors import PromptRejected
 from promptmill.prompts import rows as rows_
 from promptmill.prompts.manifest import prepare, read_prompts, read_rejects
@@ -34,6 +36,17 @@ PIECES = [
     "<",
     "  x",
 ]
+CHARACTERS = [
+    *" \n\r\t'\"a.1,/s+-é京\u0301\u00a0\u3000\x85\x1c\x00\u200b",
+    "  ",
+    " 's",
+    "\r\n",
+    "'LL",
+    " a",
+    "1234",
+    "Ab",
+]
+QWEN = next(p for (p, *_) in encoding._APART if r"|\p{N}|" in p)
 TOOL, HIDDEN = (
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("add", "hidden")
@@ -76,7 +89,7 @@ def test_encoder_gives_the_ids_of_apply_chat_template(tokenizer: Any, renderer: 
             tokenize=True,
             return_dict=False,
         )
-        assert ids == expected
+        assert list(ids) == expected
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 200])
@@ -108,7 +121,7 @@ def test_rows_come_out_the_same_many_at_a_time_and_one_by_one(
 
 def test_text_that_cannot_be_encoded_is_one_reject_and_no_more(renderer: ChatRenderer) -> None:
     fine, broken = renderer.render_many([([user("fine")], None), ([user("\ud800")], None)])
-    assert fine == renderer.render([user("fine")], None)
+    assert list(fine) == renderer.render([user("fine")], None)
     assert isinstance(broken, PromptRejected)
 
 
@@ -140,19 +153,52 @@ def test_texts_in_pieces_have_the_ids_of_the_whole(
 ) -> None:
     encode._seen.clear()
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert encode(texts) == expected
-    assert encode(texts) == expected, "from what is remembered"
+    assert [list(ids) for ids in encode(texts)] == expected
+    assert [list(ids) for ids in encode(texts)] == expected, "from what is remembered"
+
+
+@pytest.mark.parametrize("patterns", sorted(encoding._APART), ids=range(len(encoding._APART)))
+@settings(max_examples=100, deadline=None)
+@given(text=st.lists(st.sampled_from(CHARACTERS) | st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_words_are_what_the_pattern_makes_of_the_whole(patterns: tuple[str, ...], text: list[str]) -> None:
+    splits = [Split(Regex(pattern), "isolated") for pattern in patterns if pattern != encoding._GPT_2]
+    cut = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=not splits)]).pre_tokenize_str
+    words = split_words("".join(text))
+    assert "".join(words) == "".join(text)
+    pieces = [piece for word in words for piece, _ in cut(word)]
+    assert pieces == [piece for piece, _ in cut("".join(text))]
 
 
 def test_what_is_remembered_stays_small(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_REMEMBERED_CHARACTERS", 60)
+    monkeypatch.setattr(encoding, "_REMEMBERED", 1000)
     encode = make_encoder(tokenizer)
     assert isinstance(encode, InPieces)
-    texts = [f"<|im_start|>system<|im_end|>number {n}" for n in range(50)]
+    texts = [f"<|im_start|>system<|im_end|>number {n}" + ", nothing more" * 100 for n in range(50)]
     for text in texts:
-        assert encode([text]) == [tokenizer(text, add_special_tokens=False)["input_ids"]]
-    assert sum(map(len, encode._seen)) <= 60
-    assert "system" in encode._seen, "what is met again and again stays"
+        assert list(encode([text])[0]) == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert sum(map(len, encode._seen)) < 1000 + 2 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, True),
+        ({"pattern": {"Regex": r"\S+ \S+|\s+"}}, False),
+        ({"pattern": {"String": " "}}, False),
+        ({"behavior": "MergedWithNext"}, False),
+    ],
+)
+def test_text_is_cut_in_words_where_that_is_known_to_be_right(
+    tokenizer: Any, change: dict[str, Any], words: bool
+) -> None:
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    assert encoding._splits_words(described)
+    split = {"type": "Split", "pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False} | change
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+    assert encoding._splits_words(described) == words
+    described["added_tokens"].append({"content": "two words", "normalized": True})
+    assert not encoding._splits_words(described)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +236,5 @@ def test_encoder_takes_back_the_truncation_of_the_tokenizers_file(tokenizer: Any
     cut.backend_tokenizer.enable_truncation(4)
     encode = make_encoder(cut)
     assert encode is not None
-    assert encode(["one two three four five six"]) == [
-        tokenizer("one two three four five six", add_special_tokens=False)["input_ids"]
-    ]
+    [ids] = encode(["one two three four five six"])
+    assert list(ids) == tokenizer("one two three four five six", add_special_tokens=False)["input_ids"]
