@@ -18,7 +18,7 @@ from tests.contract.sglang_place import sim_model
 
 SEED = int(os.environ.get("CHAOS_SEED") or 1)
 SELECTION = [4, 9, 12, 13, 17, 25, 36]
-"""Every kind of fault is among them: see test_selection_has_every_kind."""
+"""Every kind of `rounds.KINDS` is among them, each at its own moment or together with others."""
 if one := os.environ.get("CHAOS_ROUND"):
     ROUNDS = [int(one)]
 elif many := os.environ.get("CHAOS_FAULTS"):
