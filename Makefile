@@ -18,7 +18,7 @@ DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos fuzz lint unit bench docs constraints clean
+.PHONY: help demo test test-sglang chaos faults fuzz lint unit bench docs constraints clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 4
@@ -43,6 +43,10 @@ unit: $(VENV)/.dev
 # faults, of which `unit` plays a selection.
 chaos: $(VENV)/.dev
 	CHAOS_ROUNDS=20 ALL_FAULTS=1 CHAOS_FAULTS=200 $(BIN)/python -m pytest $(LATER) tests/chaos/test_random_faults.py
+
+# Some rounds of random faults: three minutes of them.
+faults: $(VENV)/.dev
+	CHAOS_FAULTS=30 $(BIN)/python -m pytest -n 2 tests/chaos/test_random_faults.py
 
 # Broken and odd files for readers, formats and policies; FUZZ_MINUTES says for how long (10).
 fuzz: $(VENV)/.dev

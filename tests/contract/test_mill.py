@@ -393,6 +393,32 @@ def test_turn_behind_a_withdrawn_answer_is_not_recorded(make: Make, rogue: Rogue
     assert (bench.store.known(first), bench.store.known(second)) == (None, None)
 
 
+def test_turn_of_another_server_behind_a_withdrawn_answer_is_withdrawn_with_it(
+    make: Make, rogue: Rogue
+) -> None:
+    """The one that gave the first answer is busy, then found sick; the other is well, and stays."""
+    bench = make([["x", "next"]], ["y"])
+    sick: list[Rogue] = []
+
+    def script_of(server: Rogue) -> Script:
+        def script(times: int, ids: list[int]) -> str:
+            if ids == [*map(ord, "ux")] and not sick:
+                sick.append(server)
+                [replica] = [r for r in bench.mill._loop.replicas if r.server.url == server.url]
+                replica.pause(600)
+            return "sick" if ids == [*map(ord, QUESTION)] and sick == [server] else "ok"
+
+        return script
+
+    with serving(Rogue()) as other:
+        for server in (rogue, other):
+            server.script = script_of(server)
+            bench.attach(server, canary="Ok")
+        assert counts(bench.generate()["A"]) == {"rows": 1, "answered": 1}
+        well = other if sick == [rogue] else rogue
+        assert (sick[0].asked["ux"], well.asked["ux"], well.asked["uxaOkunext"]) == (1, 1, 2)
+
+
 def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) -> None:
     bench = make(["x1", "x2"], ["x3"])
     bench.attach(rogue, canary="Ok")
