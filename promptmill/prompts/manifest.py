@@ -12,6 +12,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from promptmill.chat import ChatRenderer
-from promptmill.errors import ConfigError
+from promptmill.errors import ConfigError, StoreError
 from promptmill.files import written_whole
 from promptmill.memory import rare_collections
 from promptmill.model import Model
@@ -208,7 +209,7 @@ def read_prompts(manifest: Manifest, wanted: Wanted | None = None) -> Iterator[P
 
     With `wanted`, those alone; of what holds none of them nothing but the hashes is read.
     """
-    with pq.ParquetFile(manifest.path) as file:
+    with _opened(manifest.path) as file:
         for group in range(file.num_row_groups):
             chosen: Any = None
             if wanted is not None:
@@ -250,7 +251,7 @@ def read_key_arrays(manifest: Manifest) -> Iterator[Keys]:
 
 def _key_batches(manifest: Manifest) -> Iterator[Any]:
     """What of the file says how far it is, in pieces that are not empty."""
-    with pq.ParquetFile(manifest.path) as file:
+    with _opened(manifest.path) as file:
         for batch in file.iter_batches(_ROWS_OF_KEYS, columns=_KEY_COLUMNS, use_threads=False):
             if len(batch):
                 yield batch
@@ -279,9 +280,28 @@ def _where(chosen: npt.NDArray[np.bool_]) -> Any:
 
 
 def read_rejects(manifest: Manifest) -> Iterator[Reject]:
-    with Path(manifest.rejects_path).open("rb") as file:
-        for line in file:
-            yield Reject(**orjson.loads(line))
+    """In input order. Raises StoreError where the file is damaged."""
+    try:
+        with Path(manifest.rejects_path).open("rb") as file:
+            for line in file:
+                yield Reject(**orjson.loads(line))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(manifest.rejects_path, error) from None
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[pq.ParquetFile]:
+    """A manifest's prompts. Raises StoreError where they are damaged."""
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: str, error: Exception) -> StoreError:
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return StoreError(f"{path} is damaged: {first}. Delete it: promptmill plan or run makes it anew.")
 
 
 class _Summary:

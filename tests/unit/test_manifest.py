@@ -12,7 +12,7 @@ import pytest
 from helpers import make_preparation, user, write_lines
 
 from promptmill.chat import ChatRenderer
-from promptmill.errors import ConfigError
+from promptmill.errors import ConfigError, StoreError
 from promptmill.model import Model
 from promptmill.prompts import manifest as manifest_module
 from promptmill.prompts.hashing import digest
@@ -380,6 +380,17 @@ def test_current_manifest_whose_prompts_are_torn_counts_as_none(
         assert load_current(tmp_path / "manifests", "A") is None
     Path(manifest.path).write_bytes(whole)
     assert load_current(tmp_path / "manifests", "A") == manifest
+
+
+def test_damaged_files_of_a_manifest_are_named(prepared: Callable[..., Manifest]) -> None:
+    manifest = prepared(prompts("a"))
+    path, rejects = Path(manifest.path), Path(manifest.rejects_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * (len(whole) // 2) + whole[4 + len(whole) // 2 :])
+    rejects.write_text('{"loc')
+    for reading, file in ((read_prompts, path), (read_keys, path), (read_rejects, rejects)):
+        with pytest.raises(StoreError, match=f"{file.name} is damaged: .* Delete it"):
+            list(reading(manifest))
 
 
 def test_make_current_prunes_its_own_partition_only(tmp_path: Path, renderer: ChatRenderer) -> None:
