@@ -80,9 +80,12 @@ class Folder(ABC):
 
 
 def open_folder(url: str) -> Folder:
-    """Raises ConfigError for an address of an unknown kind."""
+    """Raises ConfigError for an address of an unknown kind, and a path on which a file stands."""
     scheme, separator, _ = url.partition("://")
     if not separator:
+        there = next((path for path in (Path(url), *Path(url).parents) if path.exists()), None)
+        if there is not None and not there.is_dir():
+            raise ConfigError(f"{url}: {there} is a file, and no directory.")
         return LocalFolder(url)
     if scheme == "s3":
         return S3Folder(url)

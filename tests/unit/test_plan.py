@@ -131,7 +131,7 @@ def test_plan_of_another_engine_estimates_nothing_unless_told_the_kv_tokens(
             ("--kv-tokens", "9000", "--set", "server.flags.schedule-conservativeness=low"),
             "schedule-conservativeness: a number is wanted",
         ),
-        (("--set", "store.url=/dev/null"), "Not a directory: '/dev/null/journal-manifests'"),
+        (("--set", "store.url=/dev/null"), "/dev/null is a file, and no directory"),
         (("--plot", "plan.pdf"), ".png"),
         (("--plot", "no/such/folder/plan.png"), "no folder"),
     ],
@@ -141,6 +141,15 @@ def test_plan_refuses_what_cannot_be(
 ) -> None:
     assert main(["plan", str(profile), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "show", "stop", "reflag", "plan"])
+@pytest.mark.parametrize("url", ["/dev/null", "/dev/null/store"])
+def test_store_that_is_a_file_is_told_by_every_command(
+    capsys: pytest.CaptureFixture[str], profile: Path, command: str, url: str
+) -> None:
+    assert main([command, str(profile), "--set", f"store.url={url}"]) == 2
+    assert f"{url}: /dev/null is a file, and no directory" in capsys.readouterr().err
 
 
 def test_plan_is_drawn(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path: Path) -> None:
