@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
-LONG := tests/chaos/test_orphans.py tests/contract/test_faults.py
+LATER := tests/chaos/test_orphans.py tests/contract/test_faults.py
 # uv from PATH, or a uv of our own inside .venv; never anything outside this folder.
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python -c constraints.txt
@@ -18,7 +18,7 @@ DEMO_ENV := PREFECT_HOME=$(CURDIR)/data/demo/prefect
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos fuzz lint unit bench docs constraints clean
+.PHONY: help demo test test-sglang chaos faults fuzz lint unit bench docs constraints clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 4
@@ -34,15 +34,19 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two at a time, module by module, as most of them wait for a server; in the order of their names, which begins with
-# the long ones. What `make chaos` runs is left to it.
+# Two at a time, module by module, as most of them wait for a server; tests/conftest.py lets the long ones begin.
+# What `make chaos` runs is left to it.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(LONG:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(LATER:%=--ignore=%)
 
 # What takes long: kill -9 at 20 random moments, every fault that the simulator can act out, 200 rounds of random
 # faults, of which `unit` plays a selection.
 chaos: $(VENV)/.dev
-	CHAOS_ROUNDS=20 ALL_FAULTS=1 CHAOS_FAULTS=200 $(BIN)/python -m pytest $(LONG) tests/chaos/test_random_faults.py
+	CHAOS_ROUNDS=20 ALL_FAULTS=1 CHAOS_FAULTS=200 $(BIN)/python -m pytest $(LATER) tests/chaos/test_random_faults.py
+
+# Some rounds of random faults: three minutes of them.
+faults: $(VENV)/.dev
+	CHAOS_FAULTS=30 $(BIN)/python -m pytest -n 2 tests/chaos/test_random_faults.py
 
 # Broken and odd files for readers, formats and policies; FUZZ_MINUTES says for how long (10).
 fuzz: $(VENV)/.dev

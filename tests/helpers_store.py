@@ -149,4 +149,4 @@ def start_python(code: str, *arguments: str) -> subprocess.Popen[str]:
 def end(child: subprocess.Popen[str]) -> str:
     """Kill a child of start_python; returns what it wrote to stderr."""
     child.kill()
-    return child.communicate(timeout=10)[1]
+    return child.communicate(timeout=60)[1]

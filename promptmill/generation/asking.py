@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -71,6 +71,7 @@ class Asking:
         changed: Callable[[], None],
         fail: Callable[[PromptmillError], None],
         go_on: Callable[[Prompt, Replica], None],
+        replicas: Sequence[Replica],
     ) -> None:
         """`changed` tells that something may be sent now, `fail` ends the run, `go_on` asks a next turn."""
         self._store = store
@@ -82,6 +83,7 @@ class Asking:
         self._changed = changed
         self._fail = fail
         self._go_on = go_on
+        self._replicas = replicas
         self._streams: set[_Stream] = set()
         self._last_kept: Future[None] = Future()
         """Of the pieces that were handed to the journal last; it writes in order."""
@@ -227,6 +229,8 @@ class Asking:
             return
         replica.answers += 1
         replica.checkup.answered(prompt.prompt_hash, prompt.partition, answer.status == "answered")
+        for each in self._replicas:
+            each.checkup.followed(_earlier(prompt), prompt.prompt_hash, prompt.partition)
         self._meter.retractions += completion.retractions
         self._picker.finished(prompt.partition, answer.completion_tokens)
         self._sizes.finished(answer.prompt_tokens, answer.completion_tokens)
@@ -237,8 +241,7 @@ class Asking:
 
     def _is_void(self, prompt: Prompt) -> bool:
         """Whether the answer that it follows was withdrawn meanwhile; its conversation is listed anew."""
-        before = prompt.row.prompt_hashes[prompt.sample][: prompt.turn]
-        return any(self._store.known(prompt_hash) is None for prompt_hash in before)
+        return any(self._store.known(prompt_hash) is None for prompt_hash in _earlier(prompt))
 
     async def _rejected(self, prompt: Prompt, replica: Replica, error: PromptRejected) -> None:
         """A prompt that is refused with the tokens that it had is asked once more without them."""
@@ -284,3 +287,8 @@ class Asking:
         turns_left = 0 if goes_on(answer.status) else len(prompt.row.turns) - prompt.turn - 1
         self._meter.ended(answer.partition, answer.status == "failed", turns_left)
         return True
+
+
+def _earlier(prompt: Prompt) -> list[str]:
+    """The hashes of the turns before it."""
+    return prompt.row.prompt_hashes[prompt.sample][: prompt.turn]

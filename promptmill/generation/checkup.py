@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from promptmill import events
@@ -53,6 +53,11 @@ class CheckUp:
             self._suspicious = True
         if self._suspicious or len(self.unconfirmed) >= _MOST:
             self._due.set()
+
+    def followed(self, earlier: Iterable[str], prompt_hash: str, partition: str) -> None:
+        """Whichever server gave it, a later answer of a conversation falls with those before it."""
+        if any(before in self.unconfirmed for before in earlier):
+            self.unconfirmed[prompt_hash] = partition
 
     def hurry(self) -> None:
         """Somebody waits for it."""

@@ -109,6 +109,7 @@ class Loop:
             self._wake.set,
             self.fail,
             self._go_on,
+            self.replicas,
         )
         self._references: dict[str, str] = {}
         """What servers answered at the gate first; by address, those of somebody else."""
@@ -323,7 +324,7 @@ class Loop:
         lost = Lost(
             replica.server,
             loss,
-            replica.answers - len(withdrawn),
+            max(0, replica.answers - len(withdrawn)),
             replica.lost_in_flight,
             last=not self.replicas,
             quarantined=(guilty.prompt_hash,) if guilty else (),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers_store import python, start_python, until
 
-WAIT_S = 10
+WAIT_S = 60
 
 # Wishes are files, BOX.run with the command in it and BOX.rm; they are met in the order of their making. It
 # ends with its standard input, and its containers with it.

@@ -39,7 +39,7 @@ SINGLES, DIALOGUES, DUPLICATES = 26, 7, 4
 ANSWERS = SINGLES + DIALOGUES
 """Prompts of one turn; the last turns of the one longer conversation come on top."""
 STARTS = 6
-ENDED_S, GONE_S = 120.0, 20.0
+ENDED_S, GONE_S = 600.0, 60.0
 SMALL = [
     "sampling.temperature=0",
     "server.stream_interval=4",

@@ -22,7 +22,7 @@ from promptmill.serving.process import ServerProcess, end_leftovers
 from tests.chaos.containers import CLIENT, client, container
 from tests.helpers_store import python, start_python, until
 
-WAIT_S = 10
+WAIT_S = 60
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
 # Prints its own pid and those of a child in its group and of one that left the group by setsid.

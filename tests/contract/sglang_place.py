@@ -28,7 +28,7 @@ from promptmill.settings import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = os.environ.get("SGLANG_UNDER_TEST") == "real"
-START_S = 300.0 if REAL else 30.0
+START_S = 300.0
 SIM_MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -12,11 +12,17 @@ from tests.contract.sglang_place import REAL, sim_model
 
 pytestmark = [
     pytest.mark.skipif(REAL, reason="tests/contract/test_sglang.py does this with the real SGLang"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
 ]
 PROMPTS = 24
 STREAM_INTERVAL = 8
-SETTINGS = ["sampling.temperature=0", f"server.stream_interval={STREAM_INTERVAL}"]
+SETTINGS = [
+    "sampling.temperature=0",
+    f"server.stream_interval={STREAM_INTERVAL}",
+    "server.inactivity_timeout_s=120",  # a machine that stands still for a while makes no death
+    "server.startup_silence_timeout_s=120",
+    "server.startup_timeout_s=120",
+]
 SLOW = {"sim-speed": 20, "sim-mean-output": 200}
 
 

@@ -43,7 +43,7 @@ from tests.helpers_store import until
 
 pytestmark = [
     pytest.mark.skipif(REAL, reason="the real SGLang acts out no faults"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
 ]
 ALL = bool(os.environ.get("ALL_FAULTS"))
 slow = pytest.mark.skipif(not ALL, reason="ALL_FAULTS=1 acts out these too; others of their kind are")

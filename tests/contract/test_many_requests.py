@@ -18,7 +18,7 @@ from promptmill.settings import SamplingSettings
 
 AT_ONCE = 300
 """More than the 100 connections that aiohttp and httpx allow by default."""
-WAIT_S = 30.0
+WAIT_S = 120.0
 CLIENTS: dict[str, Callable[[str], Client]] = {
     "sglang": lambda url: SGLangClient(url, "", 100, 32, WAIT_S),
     "completions": lambda url: CompletionsClient(url, "", "m"),

@@ -34,7 +34,8 @@ from promptmill.store.store import Store
 from promptmill.types import Answer, Manifest, Tally
 from tests.helpers_store import cut, until
 
-WAIT_S = 20.0
+WAIT_S = 120.0
+"""Ends what hangs."""
 Script = Callable[[int, list[int]], "str | int"]
 """(times that this prompt was asked before, its ids) → "ok", "empty", "sick", "cut", "hang" or a status."""
 PROFILE = """
@@ -42,7 +43,7 @@ model = "tiny"
 [server]
 engine = "openai"
 urls = ["http://127.0.0.1:1"]
-inactivity_timeout_s = 3.0
+inactivity_timeout_s = 120.0
 [chat]
 reasoning_open = ""
 reasoning_close = ""
@@ -212,7 +213,8 @@ Make = Callable[..., Bench]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr("promptmill.store.journal._PAUSE_S", 0.005)
     opened: list[Bench] = []
 
     def build(a: list[Any], b: list[Any], settings: Sequence[str] = (), **kwargs: Any) -> Bench:
@@ -391,6 +393,32 @@ def test_turn_behind_a_withdrawn_answer_is_not_recorded(make: Make, rogue: Rogue
     assert (bench.store.known(first), bench.store.known(second)) == (None, None)
 
 
+def test_turn_of_another_server_behind_a_withdrawn_answer_is_withdrawn_with_it(
+    make: Make, rogue: Rogue
+) -> None:
+    """The one that gave the first answer is busy, then found sick; the other is well, and stays."""
+    bench = make([["x", "next"]], ["y"])
+    sick: list[Rogue] = []
+
+    def script_of(server: Rogue) -> Script:
+        def script(times: int, ids: list[int]) -> str:
+            if ids == [*map(ord, "ux")] and not sick:
+                sick.append(server)
+                [replica] = [r for r in bench.mill._loop.replicas if r.server.url == server.url]
+                replica.pause(600)
+            return "sick" if ids == [*map(ord, QUESTION)] and sick == [server] else "ok"
+
+        return script
+
+    with serving(Rogue()) as other:
+        for server in (rogue, other):
+            server.script = script_of(server)
+            bench.attach(server, canary="Ok")
+        assert counts(bench.generate()["A"]) == {"rows": 1, "answered": 1}
+        well = other if sick == [rogue] else rogue
+        assert (sick[0].asked["ux"], well.asked["ux"], well.asked["uxaOkunext"]) == (1, 1, 2)
+
+
 def test_good_check_up_lets_answers_leave_the_journal(make: Make, rogue: Rogue) -> None:
     bench = make(["x1", "x2"], ["x3"])
     bench.attach(rogue, canary="Ok")
@@ -495,7 +523,9 @@ def test_mill_that_retries_failed_prompts_asks_each_once_a_run(make: Make, rogue
     assert rogue.asked == {"ux": 1}
 
 
-def test_mill_backs_off_from_a_busy_server_without_using_up_tries(make: Make, rogue: Rogue) -> None:
+def test_mill_backs_off_from_a_busy_server_without_using_up_tries(
+    make: Make, rogue: Rogue, fast: None
+) -> None:
     rogue.script = lambda times, ids: 503 if times < 4 and ids[1] == ord("x") else "ok"
     bench = make(["x"], ["y"])
     bench.attach(rogue)
@@ -527,7 +557,7 @@ def test_mill_stops_at_a_wrong_key(make: Make, rogue: Rogue) -> None:
 
 def test_mill_loses_a_silent_server_and_goes_on_with_the_next(make: Make, rogue: Rogue) -> None:
     rogue.script = lambda times, ids: "hang" if times == 0 and ids[1] == ord("x") else "ok"
-    bench = make(["x", "y"], ["z"])
+    bench = make(["x", "y"], ["z"], ["server.inactivity_timeout_s=3"])
     bench.attach(rogue)
     results = bench.generate()
     assert isinstance(results["A"], ServerDied)

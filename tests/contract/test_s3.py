@@ -31,7 +31,7 @@ from promptmill.store.store import Store
 from tests.helpers_store import MODEL, StubRenderer, answer, keys_of, make_manifest, make_profile, until
 
 KEY, SECRET = "test-key", "test-secret-that-must-not-be-shown"
-START_S = 30
+START_S = 120
 _PORTS = ("master", "volume", "filer", "s3")
 
 LOAD = """
@@ -309,7 +309,7 @@ def load(address: str, cache: Path) -> list[dict[str, Any]]:
         [sys.executable, "-c", LOAD, address, str(cache)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr

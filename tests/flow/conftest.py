@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from place import migrated, place, small
+from place import migrated, place, shared_api, small
 
-__all__ = ["migrated", "place", "small"]
+__all__ = ["migrated", "place", "shared_api", "small"]

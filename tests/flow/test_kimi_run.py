@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from place import ROOT, Place
+from place import ROOT, TEST_S, Place
 
 from tests.contract.sglang_place import sim_model
 
+pytestmark = pytest.mark.timeout(TEST_S)
 PROFILE = """
 model = "moonshotai/Kimi-K2.5"
 model_path = "{model}"
@@ -44,12 +45,13 @@ source = "b1.jsonl"
 name = "B4_deepseek"
 source = "b4.jsonl"
 """
-ROWS = 60
+ROWS = 20
 
 
 @pytest.fixture
-def kimi(place: Place) -> Place:
+def kimi(place: Place, shared_api: Place) -> Place:
     """`place` with kimi.toml. Prompts are long enough that the chunk of a prefill is full."""
+    place.env["PREFECT_API_URL"] = shared_api.api_url
     model = sim_model(place.folder)
     text = PROFILE.format(model=model, python=sys.executable, root=ROOT)
     (place.folder / "kimi.toml").write_text(text, encoding="utf-8")
@@ -61,9 +63,9 @@ def kimi(place: Place) -> Place:
     return place
 
 
-def artifact(place: Place, key: str) -> str:
+def artifact(api: Place, key: str) -> str:
     """The latest artifact of that key, from Prefect's own database."""
-    with sqlite3.connect(place.folder / "prefect/prefect.db") as database:
+    with sqlite3.connect(api.folder / "prefect/prefect.db") as database:
         (data,) = database.execute(
             "select data from artifact where key = ? order by created desc limit 1", (key,)
         ).fetchone()
@@ -77,40 +79,45 @@ def log_of(place: Place, life: int) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("headroom", "cause", "step"),
-    [
-        ("0", "out of memory", "0.93 → 0.88"),
-        ("2.0", r"leaves 0\.[78]\d GiB", "0.93 → 0.88"),
-    ],
-    ids=["dies under load", "refused at the gate"],
-)
-def test_kimi_run_finds_its_memory_fraction_by_itself(
-    kimi: Place, headroom: str, cause: str, step: str
-) -> None:
-    ran = kimi.run("promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom}")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(cause, ran.stdout)
-    assert f"mem-fraction-static {step}" in ran.stdout
-    assert ran.stdout.count("launching server") == 2
-    assert re.search(r"is ready .* 1(58|59|60),\d{3} KV tokens.* 5\.\d+ GiB of GPU memory free", ran.stdout)
+STEP = "mem-fraction-static 0.93 → 0.88"
 
-    status = json.loads(kimi.run("promptmill", "status", "kimi.toml", "--json").stdout)
+
+def run(place: Place, headroom_gib: str) -> str:
+    """What a run that ended well has printed."""
+    ran = place.run("promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom_gib}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def check_learned(place: Place, api: Place, told: str, cause: str) -> None:
+    """It met `cause` at the fraction it was given, and went on with the right one."""
+    assert re.search(cause, told)
+    assert STEP in told
+    assert told.count("launching server") == 2
+    assert re.search(r"is ready .* 1(58|59|60),\d{3} KV tokens.* 5\.\d+ GiB of GPU memory free", told)
+    status = json.loads(place.run("promptmill", "status", "kimi.toml", "--json").stdout)
     for part in status["partitions"].values():
         assert part["rows"] == ROWS
         assert part["pending"] == part["failed"] == part["rejected"] == 0
-    report, lives = artifact(kimi, "report"), artifact(kimi, "server-lives")
+    report, lives = artifact(api, "report"), artifact(api, "server-lives")
     for text in (report, lives):
-        assert f"mem-fraction-static {step}" in text
+        assert STEP in text
     assert re.search(cause, lives)
     assert "--mem-fraction-static" not in report
-    assert "mem_fraction_static': 0.88" in log_of(kimi, 2) or "0.88" in log_of(kimi, 2)
+    assert "mem_fraction_static': 0.88" in log_of(place, 2) or "0.88" in log_of(place, 2)
 
-    again = kimi.run(
-        "promptmill", "run", "kimi.toml", "--set", f"server.min_headroom_gib={headroom}",
-        "--set", "classes.short.max_new_tokens=620", "--accept-redo",
-    )  # fmt: skip
-    assert again.returncode == 0, again.stdout + again.stderr
-    if "launching server" in again.stdout:  # the cut ones are asked again, and nobody has to learn twice
-        assert f"as in an earlier run: mem-fraction-static {step}" in again.stdout
-        assert again.stdout.count("launching server") == 1
+
+def test_kimi_run_finds_its_memory_fraction_by_itself_and_keeps_it(kimi: Place, shared_api: Place) -> None:
+    check_learned(kimi, shared_api, run(kimi, "0"), "out of memory")
+    with (kimi.folder / "b1.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"id": "new", "prompt": "Say what this means."}\n')
+    again = run(kimi, "0")  # nobody has to learn twice
+    assert f"as in an earlier run: {STEP}" in again
+    assert again.count("launching server") == 1
+    assert f"{2 * ROWS} already done, 1 to go" in again
+
+
+def test_kimi_run_refused_at_the_gate_finds_its_memory_fraction_by_itself(
+    kimi: Place, shared_api: Place
+) -> None:
+    check_learned(kimi, shared_api, run(kimi, "2.0"), r"leaves 0\.[78]\d GiB")

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 
 import pytest
-from place import BIN, ROOT, Place
+from place import BIN, ROOT, TEST_S, Place
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(TEST_S)]
 
 
 def commands() -> list[str]:

@@ -38,7 +38,7 @@ def test_settings_page_is_what_the_script_prints() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert made.stdout == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8"), "run `make docs`"

@@ -139,11 +139,19 @@ def test_tokenizer_that_renders_or_encodes_in_its_own_way_is_asked_row_by_row(to
     assert rendered == [[34], [36]]
 
 
+@pytest.fixture(scope="module")
+def encode(tokenizer: Any) -> InPieces:
+    made = make_encoder(tokenizer)
+    assert isinstance(made, InPieces)
+    return made
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=6))
-def test_texts_in_pieces_have_the_ids_of_the_whole(tokenizer: Any, texts: list[str]) -> None:
-    encode = make_encoder(tokenizer)
-    assert isinstance(encode, InPieces)
+def test_texts_in_pieces_have_the_ids_of_the_whole(
+    tokenizer: Any, encode: InPieces, texts: list[str]
+) -> None:
+    encode._seen.clear()
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert [list(ids) for ids in encode(texts)] == expected
     assert [list(ids) for ids in encode(texts)] == expected, "from what is remembered"

@@ -20,7 +20,7 @@ from promptmill.store.journal import Journal, JournalLock, JournalReader, Piece
 from promptmill.types import Answer
 from tests.helpers_store import answer, cut, end, sha, start_python
 
-WAIT_S = 20
+WAIT_S = 60
 
 Connected = Callable[[sqlite3.Connection], None]
 
@@ -36,6 +36,12 @@ def journal(path: Path) -> Iterator[Journal]:
     started.start()
     yield started
     started.close()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that comes alone is committed alone, and waits for no others."""
+    monkeypatch.setattr("promptmill.store.journal._PAUSE_S", 0.0)
 
 
 def on_connect(monkeypatch: pytest.MonkeyPatch, action: Connected) -> None:
@@ -208,6 +214,7 @@ def test_close_writes_everything_that_was_handed_over(path: Path) -> None:
     assert len(stored(path)) == 1200
 
 
+@pytest.mark.usefixtures("at_once")
 def test_reader_sees_whole_answers_while_another_thread_writes(journal: Journal, path: Path) -> None:
     def write() -> None:
         for i in range(150):
@@ -360,6 +367,7 @@ def killed(path: Path, folder: Path, checkpointed: bool) -> Path:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 0.999])
+@pytest.mark.usefixtures("at_once")
 def test_log_that_is_torn_keeps_the_answers_before(
     share: float, checkpointed: bool, path: Path, tmp_path: Path
 ) -> None:
@@ -375,6 +383,7 @@ def test_log_that_is_torn_keeps_the_answers_before(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.9])
+@pytest.mark.usefixtures("at_once")
 def test_file_that_is_torn_is_not_begun_anew(share: float, path: Path, tmp_path: Path) -> None:
     left = killed(path, tmp_path, checkpointed=True)
     os.truncate(left, int(left.stat().st_size * share))
@@ -383,6 +392,7 @@ def test_file_that_is_torn_is_not_begun_anew(share: float, path: Path, tmp_path:
             Journal(left).start()
 
 
+@pytest.mark.usefixtures("at_once")
 def test_log_without_its_file_is_not_deleted(path: Path, tmp_path: Path) -> None:
     left = killed(path, tmp_path, checkpointed=False)
     os.truncate(left, 0)
