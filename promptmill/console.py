@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
@@ -104,7 +105,12 @@ def print_accounting(tallies: Sequence[Tally]) -> None:
     if not sys.stdout.isatty():
         print(accounting_table(tallies))
     else:
-        table = Table("partition", "rows", *STATUSES)
+        table = Table(
+            box=SIMPLE_HEAD, padding=0, show_edge=False
+        )  # narrow: at 80 columns no heading may be cut
+        table.add_column("partition", overflow="fold")
+        for heading in ("rows", *STATUSES):
+            table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
         for tally in tallies:
             counts = (str(tally.counts[status]) if tally.counts[status] else "·" for status in STATUSES)
             table.add_row(tally.partition, str(tally.rows), *counts)

@@ -14,6 +14,7 @@ import shutil
 import struct
 import tempfile
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +59,16 @@ def rebuild_tokenizer(gguf: Path, folder: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+@lru_cache(maxsize=8)
+def context_length(path: str) -> int | None:
+    """Tokens that the model of a GGUF file was made for; None where the file does not say."""
+    with suppress(ConfigError):
+        metadata = read_metadata(Path(path))
+        length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+        return length if isinstance(length, int) else None
+    return None
 
 
 def read_metadata(gguf: Path) -> dict[str, Any]:

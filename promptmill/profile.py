@@ -203,6 +203,8 @@ def _sentence(mistake: ErrorDetails) -> str:
         return f"{where} is missing."
     if mistake["type"] == "value_error" and not where:
         return mistake["msg"].removeprefix("Value error, ") + "."
+    if mistake["type"] == "string_pattern_mismatch" and mistake["loc"][-1] == "name":
+        return f"{where}: a name is letters, digits, '.', '_' and '-', not {mistake['input']!r}."
     return f"{where}: {mistake['msg']} (it is {mistake['input']!r})."
 
 

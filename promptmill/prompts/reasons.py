@@ -4,7 +4,7 @@ from __future__ import annotations
 
 REASONS = {
     # the file
-    "bad_json": "mend the line, or the text of the column, that is no JSON",
+    "bad_json": "mend the line, or the text of the column; where none is JSON, set format to what it holds",
     "cut_line": "fetch the file again: it ends inside a row",
     "not_an_object": "write each row as an object, {…}",
     # conditions
@@ -32,7 +32,7 @@ REASONS = {
     "control_token": 'take the token out of the text, or mean it: policies.control_tokens = "keep"',
     "lone_surrogate": 'mend the text, or take U+FFFD for it: policies.surrogates = "replace"',
     "nul": 'leave the character out with policies.nul = "drop", or "keep" it',
-    "too_long": 'lower max_new_tokens of its class, or set policies.too_long = "shrink"',
+    "too_long": 'raise ctx-size or context-length, lower max_new_tokens, or set policies.too_long = "shrink"',
     "duplicate": 'give it the earlier row\'s answer with policies.duplicates = "join"',
     # the template
     "template_error": "read what the template says; policies.same_role or another chat.template may help",

@@ -146,7 +146,8 @@ class RowReader:
         room = self._context - tokens
         if row.policies.too_long == "reject" or room < row.policies.shrink_to_at_least:
             raise PromptRejected(
-                "too_long", f"{tokens} prompt tokens + {self._cap} to answer exceed {self._context}"
+                "too_long",
+                f"{tokens} prompt tokens + {self._cap} to answer exceed the {self._context} of one request",
             )
         row.notes.add("too_long_shrunk")
         return room

@@ -53,7 +53,8 @@ def _here(source: str) -> tuple[list[Path], str]:
     if remote.is_glob(source) and not path.is_file():
         found = [Path(p) for p in sorted(glob.glob(source, recursive=True)) if Path(p).is_file()]  # noqa: PTH207  a source is a whole pattern, not a pattern below a folder
         return found, "no file matches"
-    return [path] if path.is_file() else [], "there is no such file or directory"
+    missing = "there is no such file or directory" + ("" if path.is_absolute() else f" in {Path.cwd()}")
+    return [path] if path.is_file() else [], missing
 
 
 def _elsewhere(source: str) -> tuple[list[RemoteFile], str]:

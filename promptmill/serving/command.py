@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from promptmill import gguf
 from promptmill.errors import ConfigError
 from promptmill.model import Model
 from promptmill.serving import sglang_flags
@@ -22,7 +23,7 @@ EMBEDDED_COMMAND = [sys.executable, "-m", "promptmill.serving.embedded"]
 _MODULE = ("-m", "sglang.launch_server")
 SGLANG_COMMAND = ["python", *_MODULE]
 _EMBEDDED_SLOTS = 4
-_EMBEDDED_KV_TOKENS = 4096
+_EMBEDDED_KV_TOKENS = 16384
 _ASK_VERSION_S = 30.0
 
 
@@ -135,7 +136,8 @@ def context_tokens(profile: Profile, model: Model) -> int | None:
         return None
     flags = server_flags(profile)
     if profile.server.engine == "llama_cpp":
-        return _number(flags, "ctx-size", _EMBEDDED_KV_TOKENS) // _number(flags, "parallel", _EMBEDDED_SLOTS)
+        slot = _number(flags, "ctx-size", _EMBEDDED_KV_TOKENS) // _number(flags, "parallel", _EMBEDDED_SLOTS)
+        return min(slot, gguf.context_length(model.path) or slot)  # llama.cpp caps a slot at the model's own
     length = _length(flags.get("context-length")) or _configured(model, "max_position_embeddings")
     return length - sglang_flags.KEPT_FREE if length else None
 

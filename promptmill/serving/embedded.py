@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--alias", default="")
-    parser.add_argument("--ctx-size", type=int, default=4096, help="KV tokens, shared out among the slots")
+    parser.add_argument("--ctx-size", type=int, default=16384, help="KV tokens, shared out among the slots")
     parser.add_argument("--parallel", type=int, default=4, help="slots")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--chat-template-file", default="")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from promptmill.errors import ConfigError, LaunchFailed
+from promptmill.model import EMBEDDED, resolve_model
 from promptmill.serving.command import (
     EMBEDDED_COMMAND,
     LaunchCommand,
@@ -108,9 +109,16 @@ def test_check_engine_takes_what_works(make, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_context_tokens_is_a_slots_share_of_the_context(make) -> None:
-    assert context_tokens(make(), MODEL) == 1024
+    assert context_tokens(make(), MODEL) == 4096
     assert context_tokens(make(flags={"ctx-size": 4096, "parallel": 1}), MODEL) == 4096
     assert context_tokens(make(engine="openai", urls=["http://h:1"]), MODEL) is None
+
+
+def test_context_tokens_is_no_more_than_the_model_has(make) -> None:
+    weights = resolve_model(
+        Profile.model_validate({"model": EMBEDDED, "partitions": [{"name": "a", "source": "a.jsonl"}]})
+    )
+    assert context_tokens(make(flags={"ctx-size": 24000, "parallel": 2}), weights) == 8192
 
 
 @pytest.mark.parametrize("value", [0, -1, "many", True, 1.5])

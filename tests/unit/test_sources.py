@@ -255,7 +255,8 @@ def test_source_glob_is_sorted_and_a_file_may_look_like_one(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("none.jsonl", "there is no such file or directory"),
+        ("none.jsonl", r"there is no such file or directory in /.+\."),
+        ("/none.jsonl", r"there is no such file or directory\."),
         ("none-*.jsonl", "no file matches"),
         ("empty", "the directory holds no prompt file"),
         ("ftp://host/a.jsonl", "local paths, s3:// and hf://"),
