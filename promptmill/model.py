@@ -19,7 +19,7 @@ from promptmill.errors import ConfigError
 from promptmill.settings import Profile
 
 EMBEDDED = "embedded:smollm2"
-_EMBEDDED_SCHEME = "embedded:"
+EMBEDDED_SCHEME = "embedded:"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EDGE_BYTES = 1 << 20
 # A tokenizer's own code may raise nearly anything.
@@ -56,7 +56,7 @@ def resolve_model(profile: Profile) -> Model:
     if profile.model_path or wanted.startswith((".", "/")):
         setting = "model_path" if profile.model_path else "model"
         raise ConfigError(f"{setting} {wanted!r}: there is no such file or directory.")
-    if wanted.startswith(_EMBEDDED_SCHEME):
+    if wanted.startswith(EMBEDDED_SCHEME):
         raise ConfigError(f"model {wanted!r}: the only embedded model is {EMBEDDED}.")
     return Model(profile.model, _hub_commit(wanted, profile.model_revision), wanted)
 

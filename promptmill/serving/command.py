@@ -14,7 +14,7 @@ from pathlib import Path
 
 from promptmill import gguf
 from promptmill.errors import ConfigError
-from promptmill.model import Model
+from promptmill.model import EMBEDDED_SCHEME, Model
 from promptmill.serving import sglang_flags
 from promptmill.serving.sglang_flags import Version
 from promptmill.settings import FlagValue, Profile, is_secret_name
@@ -54,6 +54,8 @@ def check_engine(profile: Profile) -> None:
     server = profile.server
     if server.engine == "openai" and not server.urls:
         raise ConfigError("server.engine 'openai' needs the addresses of running servers in server.urls.")
+    if server.engine == "sglang" and not profile.model_path and profile.model.startswith(EMBEDDED_SCHEME):
+        raise ConfigError(f"model {profile.model!r} is served by server.engine = 'llama_cpp', not by SGLang.")
     if server.api == "chat" and server.engine == "sglang":
         raise ConfigError("server.api 'chat' is for engine 'openai'; SGLang is asked by token ids.")
     if server.replicas > 1:

@@ -73,7 +73,7 @@ def check_refusal(place: Place, status: int, out: str, err: str) -> str:
         ("run.min_free_gib=1e9", "run.min_free_gib asks for 1e+09"),
         ("store.url=gs://bucket/x", "gs://bucket/x"),
         ("store.url=a.jsonl", "a.jsonl"),
-        ("server.engine=sglang", "has no sglang"),
+        ("server.engine=sglang", "is served by server.engine"),
         ("server.flags.ctx-size=none", "server.flags.ctx-size"),
     ],
 )

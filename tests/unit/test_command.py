@@ -102,6 +102,11 @@ def test_check_engine_names_the_setting_that_cannot_work(make, server: dict[str,
         check_engine(make(**server))
 
 
+def test_check_engine_names_the_engine_of_the_embedded_model() -> None:
+    with pytest.raises(ConfigError, match="llama_cpp"):
+        check_engine(Profile(model="embedded:smollm2", partitions=[{"name": "A", "source": "a.jsonl"}]))
+
+
 def test_check_engine_takes_what_works(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_HERE", "x")
     check_engine(make())
