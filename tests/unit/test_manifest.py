@@ -195,7 +195,7 @@ def test_prompt_that_leaves_no_room_is_a_reject(prepared: Callable[..., Manifest
     (reject,) = read_rejects(manifest)
     assert (reject.reason, reject.detail) == (
         "too_long",
-        f"{tokens} prompt tokens + 10 to answer exceed {tokens + 9}",
+        f"{tokens} prompt tokens + 10 to answer exceed the {tokens + 9} of one request",
     )
 
 
