@@ -62,7 +62,6 @@ class ChatRenderer:
         self._splitter = Splitter(tokenizer, self.markers)
         self.decode = self._splitter.decode
         """Ids to text without special tokens."""
-        self.vocabulary = len(tokenizer)
         end = getattr(tokenizer, "eos_token_id", None)
         self.end_ids = frozenset() if end is None else frozenset([int(end)])
         self._begin = getattr(tokenizer, "bos_token_id", None)
@@ -140,6 +139,11 @@ class ChatRenderer:
         }
 
     @cached_property
+    def vocabulary(self) -> int:
+        """One more than the highest id; a vocabulary may have holes."""
+        return 1 + max(map(int, self._tokenizer.get_vocab().values()))
+
+    @cached_property
     def _encode(self) -> Encode | None:
         """Made when it is first wanted: that goes through the whole vocabulary."""
         return make_encoder(self._tokenizer)
@@ -150,7 +154,7 @@ class ChatRenderer:
         probe = self._tokenizer("The 3 quick\n brown föxes 🦊", add_special_tokens=False)["input_ids"]
         parts: list[Any] = [
             type(self._tokenizer).__name__,
-            self.vocabulary,
+            len(self._tokenizer),
             probe,
             template,
             sorted(self._kwargs.items()),

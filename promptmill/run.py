@@ -255,6 +255,7 @@ def check_request(profile: Profile, request: RunRequest) -> None:
     for part in profile.partitions:
         if not request.partitions or part.name in request.partitions:
             check_source(part)
+            check_apart(part, profile)
 
 
 def check_source(part: PartitionSettings) -> None:
@@ -263,6 +264,17 @@ def check_source(part: PartitionSettings) -> None:
         list_files(part.source)
     except ConfigError as error:
         raise ConfigError(f"partition {part.name}: {error}") from None
+
+
+def check_apart(part: PartitionSettings, profile: Profile) -> None:
+    """That the store and the release are not read as prompts. Raises ConfigError."""
+    source = Path(part.source).resolve()
+    for url in (profile.store.url, profile.release.url):
+        if "://" not in url and source.is_dir() and Path(url).resolve().is_relative_to(source):
+            raise ConfigError(
+                f"partition {part.name}: source {part.source!r} holds {url!r}, where a run keeps its own "
+                "files; put the prompts into a directory of theirs."
+            )
 
 
 def check_places(profile: Profile) -> None:

@@ -63,6 +63,7 @@ def check_refusal(place: Place, status: int, out: str, err: str) -> str:
         ("server.port=often", "server.port: Input should be a valid integer"),
         ("partitions.C_none.format=text", "there is no partition 'C_none'. Known: A_text, B_turns."),
         ("partitions.A_text.source=nothere.jsonl", "partition A_text: source 'nothere.jsonl'"),
+        ("partitions.A_text.source=.", "partition A_text: source '.' holds "),
         ("partitions.A_text.format=parquet", "Input should be 'auto', 'messages', 'sharegpt', 'text'"),
         ("partitions.A_text.class=huge", "[classes] knows: short"),
         ("partitions.A_text.name=A text", "a name is letters, digits, '.', '_' and '-', not 'A text'."),

@@ -290,3 +290,9 @@ def test_prompt_tells_how_much_earlier_reasoning_it_shows(template: str, shown: 
     assert renderer.shows_reasoning(messages, renderer.render(messages, None)) == shown
     bare = [user("plus 1?")]
     assert renderer.shows_reasoning(bare, renderer.render(bare, None)) is None
+
+
+def test_vocabulary_may_have_holes(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = tokenizer.get_vocab() | {"<|far|>": 70_000}
+    monkeypatch.setattr(tokenizer, "get_vocab", lambda: vocabulary)
+    assert ChatRenderer(tokenizer, ChatSettings(template=str(DEMO_TEMPLATE))).vocabulary == 70_001
