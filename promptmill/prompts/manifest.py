@@ -12,6 +12,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -42,6 +43,8 @@ FILES_VERSION = 2
 _BATCH = 1000
 _BATCH_TOKENS = 500_000
 """Of ids as Python keeps them, 36 bytes each, before they are written."""
+_AS_WRITTEN: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
+"""Hardly a value stands there twice, and the file is read as a whole."""
 _AT_A_TIME = 100
 _ROWS_OF_KEYS = 10_000
 _EXAMPLES = 3
@@ -341,7 +344,11 @@ def _write(
     reader = RowReader(preparation)
     batch: list[PromptRow] = []
     tokens = 0
-    with pq.ParquetWriter(prompts_file, _SCHEMA, compression="zstd") as writer:
+    with (
+        pq.ParquetWriter(prompts_file, _SCHEMA, **_AS_WRITTEN) as writer,
+        ThreadPoolExecutor(1, "write") as pool,  # compression needs no GIL
+    ):
+        written: Future[None] = pool.submit(writer.write_batch, _to_arrow([]))
         for result in reader.read(rows):
             if isinstance(result, Reject):
                 summary.reject(result)
@@ -351,8 +358,10 @@ def _write(
             batch.append(result[0])
             tokens += len(result[0].input_ids)
             if len(batch) == _BATCH or tokens >= _BATCH_TOKENS:
-                writer.write_batch(_to_arrow(batch))
+                written.result()
+                written = pool.submit(writer.write_batch, _to_arrow(batch))
                 batch, tokens = [], 0
+        written.result()
         writer.write_batch(_to_arrow(batch))
     return reader.chosen
 
