@@ -24,7 +24,7 @@ model_path = "{model}"
 engine = "sglang"
 version = "0.5.23"
 command = ["{python}", "-m", "promptmill.sim", "--sim-gpu", "kimi-96gb", "--sim-speed", "100",
-           "--sim-mean-output", "150", "--sim-oom-running", "10"]
+           "--sim-mean-output", "150", "--sim-oom-running", "6"]
 max_in_flight = 40
 [server.flags]
 tp-size = 8
@@ -45,19 +45,19 @@ source = "b1.jsonl"
 name = "B4_deepseek"
 source = "b4.jsonl"
 """
-ROWS = 20
+ROWS = 30
 
 
 @pytest.fixture
 def kimi(place: Place, shared_api: Place) -> Place:
-    """`place` with kimi.toml. Prompts are long enough that the chunk of a prefill is full."""
+    """`place` with kimi.toml. Four prompts fill half the chunk of a prefill, which may not fit then."""
     place.env["PREFECT_API_URL"] = shared_api.api_url
     model = sim_model(place.folder)
     text = PROFILE.format(model=model, python=sys.executable, root=ROOT)
     (place.folder / "kimi.toml").write_text(text, encoding="utf-8")
     for name in ("b1", "b4"):
         rows = [
-            {"id": f"{name}-{n}", "prompt": f"{n}. " + "Say what this means. " * 150} for n in range(ROWS)
+            {"id": f"{name}-{n}", "prompt": f"{n}. " + "Say what this means. " * 450} for n in range(ROWS)
         ]
         (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
