@@ -105,9 +105,8 @@ def print_accounting(tallies: Sequence[Tally]) -> None:
     if not sys.stdout.isatty():
         print(accounting_table(tallies))
     else:
-        table = Table(
-            box=SIMPLE_HEAD, padding=0, show_edge=False
-        )  # narrow: at 80 columns no heading may be cut
+        # Narrow: at 80 columns no heading may be cut.
+        table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
         table.add_column("partition", overflow="fold")
         for heading in ("rows", *STATUSES):
             table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))

@@ -42,7 +42,7 @@ FILES_VERSION = 2
 
 _BATCH = 1000
 _BATCH_TOKENS = 500_000
-"""Of ids as Python keeps them, 36 bytes each, before they are written."""
+"""Before they are written; those of a tokenizer that is asked row by row take 36 bytes each."""
 _AS_WRITTEN: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
 """Hardly a value stands there twice, and the file is read as a whole."""
 _AT_A_TIME = 100
